@@ -6,7 +6,7 @@
 
 Where things are, along the data flow:
 
-    values      options, graph, layout, rules, equations, parallel_plan (`Mesh`, `Plan`, `Estimate`), answers
+    values      options, graph, layout, rules, equations, overlap, parallel_plan (`Mesh`, `Plan`, `Estimate`), answers
     trace       tracing: a model -> OpGraph     analysis: what follows from it     hardware: a cluster as numbers
     price       tensor_parallel: layouts of values -> cost: times and bytes -> space: what the search is called with
     search      search, by solver and schedules     simulator: the judge of every plan
@@ -16,8 +16,8 @@ Where things are, along the data flow:
     ask         planning: names -> answer, after checks     what_if: other clusters     api, live: the library
     show        report: text     html_report: pages     cli: the command line     doctor: this machine
 
-Below them errors, units, registry (tables of extension files), json_values, plain_text (tables, counted nouns),
-plan_words (a plan in words), user_cache, user_errors and processes.
+Below them errors, units, files, registry (tables of extension files), json_values, plain_text (tables, counted
+nouns), plan_words (a plan in words), user_cache, user_errors and processes.
 
 Names load on first use: importing autoplan imports neither torch nor the solver.
 """

@@ -3,12 +3,12 @@
 AutoplanError
 |-- InputError          3   a hardware profile, model file, plan or option is wrong
 |   `-- UsageError      2   the command line itself is wrong
+|       `-- PlanMismatchError   a plan does not belong to this model or device count
 |-- TraceError          4   the model cannot be traced
 |-- SolverError         1   the solver failed (a bug, or a broken installation)
 |-- InfeasibleError     5   it is proved that nothing fits
 |-- StoppedError        6   stopped without a plan (or without the proof asked for)
 |-- MeasureError        7   measuring failed
-|-- PlanMismatchError   3   a plan does not belong to this model or device count
 |-- ToleranceError      8   a program is outside what was promised
 `-- OutputError         9   the output cannot be written
 """
@@ -49,6 +49,10 @@ class UsageError(InputError):
     exit_code = 2
 
 
+class PlanMismatchError(UsageError):
+    """A plan was made for another model or another number of devices: each is good, but not with the other."""
+
+
 class TraceError(AutoplanError):
     """`torch.export` cannot trace the model; the message holds the user's file and line."""
 
@@ -75,10 +79,6 @@ class MeasureError(AutoplanError):
     """A measurement cannot be made on this machine."""
 
     exit_code = 7
-
-
-class PlanMismatchError(InputError):
-    """A plan was made for another model or another number of devices."""
 
 
 class ToleranceError(AutoplanError):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 WIDTH = 80
 MIN_LAST_WIDTH = 8
-COLUMN_GAP = "  "
+COLUMN_GAP, NARROW_GAP = "  ", " "
+_KEPT_SPACE = "\0"  # which no cell has
 
 
 def rate_text(per_s: float) -> str:
@@ -22,22 +23,29 @@ def text_table(
     right: frozenset[int] = frozenset(),
     show_header: bool = True,
     width: int | None = WIDTH,
+    phrases_of: int | None = None,
 ) -> str:
     """Rows of text as aligned columns; the last column wraps so that no line passes `width`; None never wraps.
 
-    Cells are shown as they are, but for control characters, which become spaces.
+    Cells are shown as they are, but for control characters, which become spaces. With `phrases_of`, cells of the last
+    column are phrases with commas between them, which stay whole where they fit; and where less than `phrases_of`
+    characters are left for that column, the others stand closer together.
     """
     cells = [[_printable(cell) for cell in row] for row in ([header] if show_header else []) + list(rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    indent = sum(widths[:-1]) + len(COLUMN_GAP) * (len(widths) - 1)
+    gap, n_gaps = COLUMN_GAP, len(widths) - 1
+    if width is not None and width - sum(widths[:-1]) - len(gap) * n_gaps < min(phrases_of or 0, widths[-1]):
+        gap = NARROW_GAP
+    indent = sum(widths[:-1]) + len(gap) * n_gaps
     lines = []
     for row in cells:
         first = [
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         is_wide = width is not None and indent + widths[-1] > width
-        last = _wrapped(row[-1], max((width or 0) - indent, MIN_LAST_WIDTH)) if is_wide else [first[-1]]
-        lines.append(COLUMN_GAP.join([*first[:-1], *last[:1]]).rstrip())
+        room = max((width or 0) - indent, MIN_LAST_WIDTH)
+        last = _wrapped(row[-1], room, keeps_phrases=phrases_of is not None) if is_wide else [first[-1]]
+        lines.append(gap.join([*first[:-1], *last[:1]]).rstrip())
         lines += [(" " * min(indent, (width or 0) - len(rest)) + rest).rstrip() for rest in last[1:]]
     if show_header:
         longest = max(len(line) for line in lines)
@@ -45,8 +53,11 @@ def text_table(
     return "\n".join(lines)
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped(text: str, width: int, *, keeps_phrases: bool = False) -> list[str]:
     """`text` as lines of at most `width`; a word of at most half a page stays whole, on a line below the first."""
+    if keeps_phrases:
+        phrases = [part if len(part) >= width else part.replace(" ", _KEPT_SPACE) for part in text.split(", ")]
+        return [line.replace(_KEPT_SPACE, " ") for line in _wrapped(", ".join(phrases), width)]
     keeps = max(map(len, text.split()), default=0) <= WIDTH // 2
     lines = textwrap.wrap(text, width, break_long_words=not keeps, break_on_hyphens=not keeps)
     return ["", *lines] if lines and len(lines[0]) > width else lines

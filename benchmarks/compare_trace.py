@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autoplan.runtime.step_profile import OPTIMIZER_MARK, STEP_MARK
-from autoplan.schedules import read_action
+from autoplan.schedules import Action
 
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
 OPTIMIZER, OTHER, TRANSFERS, COLLECTIVES, IDLE = "optimizer", "other computation", "transfers", "collectives", "idle"
@@ -78,6 +78,12 @@ class RankStep:
         if found is not None:
             own = self.passes[found.stage, found.kind]
             own.n, own.busy_us, own.gaps_us = own.n + 1, own.busy_us + busy_us, own.gaps_us + gaps_us
+
+
+def read_action(text: str) -> Action | None:
+    """The action that prints as `text`; None when there is none."""
+    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text, flags=re.ASCII)
+    return None if match is None else Action(int(match[1]), match[2], int(match[3]))
 
 
 def load(path: Path) -> dict:

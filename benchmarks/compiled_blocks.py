@@ -19,7 +19,7 @@ import predictions
 
 from autoplan.analysis.executions import compiled_kinds
 from autoplan.api import trace_model
-from autoplan.cost.compiled_work import compiled_work
+from autoplan.cost.compiled_work import as_compiled, compiled_passes, compiled_segment
 from autoplan.cost.fusions import fused_segment
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.segment_work import SegmentWork, segment_work
@@ -77,8 +77,8 @@ def compared(results: Path, hw: str, *, only: str = "") -> Iterator[Compared]:
                 context = contexts(1, keeps_modules=row.get("module") == "own")
                 local = local_segment(context, segment, layouts)
                 eager = segment_work(context, local, row["micro_batch_size"])
-                fused = fused_segment(context, segment, local)
-                computed = compiled_work(context, local, fused, eager, row["micro_batch_size"])
+                compiled = compiled_segment(context, local, fused_segment(context, segment, local))
+                computed = as_compiled(eager, compiled_passes(context, compiled, row["micro_batch_size"]))
                 yield Compared(row["device"], case.model, segment.name, segment.is_block, row, computed, eager)
 
 

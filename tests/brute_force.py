@@ -16,7 +16,7 @@ from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Estimate, Mesh, Plan, StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search import SearchSpace
-from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.meshes import list_meshes
 from autoplan.search.twins import has_twin, spares_cheaply, twin_of
 from autoplan.simulator.simulate import simulate
 
@@ -239,7 +239,7 @@ def best_by_trying(
 ) -> float | None:
     """The least weighted step time over all plans that fit; None when none does."""
     best: float | None = None
-    for mesh in [mesh for own in enumerate_meshes(toy.space, options) for mesh in with_twin(toy, own)]:
+    for mesh in [mesh for own in list_meshes(toy.space, options)[0] for mesh in with_twin(toy, own)]:
         table = toy.price(mesh)
         for stages in all_stages(toy, mesh):
             estimate: Estimate = simulate(table, stages)
@@ -272,7 +272,7 @@ def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tu
     rng = random.Random(seed)
     toy: Toy = random_toy(seed, **toy_options)  # type: ignore[arg-type]
     toy = replace(toy, overlap=rng.choice(OVERLAPS))
-    meshes = enumerate_meshes(toy.space, Options(max_micro_batch_size=4))
+    meshes = list_meshes(toy.space, Options(max_micro_batch_size=4))[0]
     for mesh in rng.sample(meshes, min(count, len(meshes))):
         table = toy.price(mesh)
         yield table, rng.choice(list(all_stages(toy, mesh)))

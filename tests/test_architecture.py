@@ -144,10 +144,15 @@ def test_only_loaders_writers_and_the_command_line_open_files() -> None:
 
 
 def test_search_and_simulate_know_neither_model_nor_hardware() -> None:
-    for path in SOURCES:
-        if _name(path).startswith(NUMBERS_ONLY):
-            imported = set(_imported_to_run(path))
-            assert not [name for name in imported if f"{name}.".startswith(MODEL_AND_HARDWARE)], _name(path)
+    for path in _numbers_only():
+        imported = set(_imported_to_run(path))
+        assert not [name for name in imported if f"{name}.".startswith(MODEL_AND_HARDWARE)], _name(path)
+
+
+def _numbers_only() -> list[Path]:
+    paths = [path for path in SOURCES if _name(path).startswith(NUMBERS_ONLY)]
+    assert {_name(path).rpartition("/")[0] + "/" for path in paths} >= set(NUMBERS_ONLY), "a package is missing"
+    return paths
 
 
 def _units() -> Iterator[tuple[str, str]]:
@@ -173,10 +178,9 @@ def test_only_what_writes_reports_imports_them() -> None:
 
 
 def test_of_costs_the_search_sees_the_table_only() -> None:
-    for path in SOURCES:
-        if _name(path).startswith(NUMBERS_ONLY):
-            of_cost = {name for name in _imported(path) if name.startswith("autoplan.cost.")}
-            assert all(name.startswith("autoplan.cost.table") for name in of_cost), _name(path)
+    for path in _numbers_only():
+        of_cost = {name for name in _imported(path) if name.startswith("autoplan.cost.")}
+        assert all(name.startswith("autoplan.cost.table") for name in of_cost), _name(path)
 
 
 def test_extension_folders_are_never_imported_by_their_bare_names() -> None:
@@ -223,15 +227,15 @@ def test_every_module_says_what_it_owns(path: Path) -> None:
     assert not path.read_text().strip() or ast.get_docstring(_tree(path))
 
 
-MAPPED = [*sorted(PACKAGE.glob("*/__init__.py")), CHECKOUT / "cost_models" / "__init__.py"]
+MAPPED = [*sorted(PACKAGE.rglob("__init__.py")), CHECKOUT / "cost_models" / "__init__.py"]
 
 
 @pytest.mark.parametrize("package", MAPPED, ids=lambda path: path.parent.name)
 def test_every_package_has_a_map_that_names_its_modules(package: Path) -> None:
-    words = set(re.findall(r"\w+\*?", ast.get_docstring(ast.parse(package.read_text())) or ""))
-    names = {path.stem for path in package.parent.glob("*.py") if not path.stem.startswith("__")}
-    beginnings = tuple(word[:-1] for word in words if word.endswith("*"))  # `checkpoint*` names all that begin so
-    assert sorted(name for name in names - words if not (beginnings and name.startswith(beginnings))) == []
+    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse(package.read_text())) or ""))
+    modules = {path.stem for path in package.parent.glob("*.py") if not path.stem.startswith("__")}
+    packages = {path.parent.name for path in package.parent.glob("*/__init__.py")}
+    assert sorted((modules | packages) - words) == []
 
 
 def test_the_readme_names_every_package() -> None:

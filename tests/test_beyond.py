@@ -12,7 +12,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import search
 from autoplan.search.beyond import WORTHWHILE
-from autoplan.search.meshes import enumerate_meshes, is_deeper
+from autoplan.search.meshes import is_deeper, list_meshes
 from autoplan.search.result import SearchResult
 
 PIPELINE = Options(max_micro_batch_size=1, top=1, require_optimal=True, fix=(("pp", "4"), ("dp", "1"), ("tp", "1")))
@@ -65,7 +65,7 @@ def test_a_plan_beyond_the_space_is_as_fast_as_the_best_of_all_plans(max_chunks:
 def test_the_mesh_beyond_the_space_is_counted_and_the_others_are_rejected_once() -> None:
     toy = long_pipeline(0, max_chunks=1)
     result = run(toy)
-    meshes = enumerate_meshes(toy.space, PIPELINE)
+    meshes = list_meshes(toy.space, PIPELINE)[0]
     assert result.n_meshes == len(meshes) + 1
     assert {item.mesh for item in result.rejected} == set(meshes)
     assert replace(run(toy), search_s=0.0, first_plan_s=None) == replace(result, search_s=0.0, first_plan_s=None)

@@ -148,6 +148,7 @@ def test_interrupted_search_prints_its_best_plan_and_exits_130(asked, capsys, an
     [
         (RuntimeError("boom"), 1),
         (errors.UsageError("x"), 2),
+        (errors.PlanMismatchError("x"), 2),
         (errors.InputError("x"), 3),
         (errors.TraceError("x"), 4),
         (errors.InfeasibleError("x"), 5),

@@ -11,10 +11,10 @@ from distributed.programs import graph_of
 
 from autoplan import api
 from autoplan.api import trace_model
-from autoplan.cost.compiled_work import FUSED_FRACTION, compiled_work
+from autoplan.cost.compiled_work import FUSED_FRACTION, as_compiled, compiled_passes, compiled_segment
 from autoplan.cost.fusions import FusedSegment, fused_segment
 from autoplan.cost.local_segment import LocalSegment, local_segment
-from autoplan.cost.segment_work import segment_work, timed, times_of
+from autoplan.cost.segment_work import SegmentWork, segment_work, timed, times_of
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import OWN_GRADIENTS, OpGraph, Segment, TensorSpec
 from autoplan.hardware import load_hardware_profile
@@ -72,6 +72,12 @@ def fused(graph: OpGraph) -> tuple[FusedSegment, list[tuple[str, ...]]]:
     return found, [tuple(local.ops[index].op.name for index in fusion.ops) for fusion in found.fusions]
 
 
+def compiled_work(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> SegmentWork:
+    """The work of a segment that is fused so, and compiled."""
+    passes = compiled_passes(context, compiled_segment(context, local, fused), batch_size)
+    return as_compiled(segment_work(context, local, batch_size), passes)
+
+
 def widths(specs: tuple[TensorSpec, ...]) -> list[int]:
     return sorted(spec.shape[-1] for spec in specs if len(spec.shape) == 3)
 
@@ -122,7 +128,7 @@ def test_of_a_chain_the_ends_are_kept(tmp_path) -> None:
         graph = trace_model(file)
         context, segment, local = block_of(graph)
         eager = segment_work(context, local, 4)
-        work = compiled_work(context, local, fused_segment(context, segment, local), eager, 4)
+        work = compiled_work(context, local, fused_segment(context, segment, local), 4)
         kept[name] = work.saved_bytes, eager.saved_bytes
     one = 4 * 16 * 64 * 2
     # x, the norm, what `up` and the last element-wise op give: the same however many are between
@@ -149,7 +155,7 @@ def test_of_a_result_the_compiler_keeps_a_mask_or_what_its_derivative_is_compute
     file.write_text(MODEL.replace("x + self.down({body})", body))
     context, segment, local = block_of(trace_model(file))
     fused = fused_segment(context, segment, local)
-    work = compiled_work(context, local, fused, segment_work(context, local, 4), 4)
+    work = compiled_work(context, local, fused, 4)
     one = 4 * 16 * 64
     # bf16: x and what `up` gives, then of each element of the result; as the graphs that torch 2.13 compiles have it
     assert work.saved_bytes == 2 * one + 4 * 2 * one + n_bytes * one
@@ -160,9 +166,9 @@ def test_of_a_result_the_compiler_keeps_a_mask_or_what_its_derivative_is_compute
 def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> None:
     context, segment, local = block_of(llama)
     found = fused_segment(context, segment, local)
-    works = [compiled_work(context, local, found, segment_work(context, local, n), n) for n in (2, 4)]
+    works = [compiled_work(context, local, found, n) for n in (2, 4)]
     slower = replace(context, device=replace(context.device, memory_bytes_per_s=context.device.memory_bytes_per_s / 2))
-    halved = compiled_work(slower, local, found, segment_work(slower, local, 4), 4)
+    halved = compiled_work(slower, local, found, 4)
     width, tokens, rate = 2048, 4 * 4096 * 2, context.device.copy_bytes_per_s
     # q and k in and out of rotary embedding, two norms and sums, silu; what it reads of tables is small
     n_passes = 2 * (width + 512) + 2 * width + 4 * width + 3 * 8192 + 3 * width

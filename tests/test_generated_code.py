@@ -10,7 +10,7 @@ from autoplan.errors import InputError, UsageError
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution, Mesh
-from autoplan.search.meshes import SearchSpace, enumerate_meshes
+from autoplan.search.meshes import SearchSpace, list_meshes
 
 MODEL = """
 import torch
@@ -77,7 +77,7 @@ def test_generated_code_is_offered_where_the_same_block_was_measured_faster(rows
 
 def test_only_meshes_without_tensor_and_pipeline_parallelism_have_the_choice() -> None:
     space = SearchSpace(4, 4, 8, (0, 1, 1, 2), (True, True, True), ((1, ("",)), (2, ("R",))), generated=(False, True))
-    meshes = list(enumerate_meshes(space, Options()))
+    meshes = list(list_meshes(space, Options())[0])
     has_choice = {(mesh.tp, mesh.pp) for mesh in meshes if mesh.generated}
     assert has_choice == {(1, 1)}
     assert {mesh.generated for mesh in meshes if mesh.tp == mesh.pp == 1} == {False, True}

@@ -11,7 +11,7 @@ from autoplan.errors import InputError, UsageError
 from autoplan.hardware import hardware_names, load_hardware_profile, validate_file
 from autoplan.hardware.file import build_hardware_profile
 from autoplan.options import Options
-from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.meshes import list_meshes
 from autoplan.space.priced import priced_space
 
 HOST = """
@@ -251,7 +251,7 @@ def test_every_mesh_has_a_price_whatever_tiers_it_crosses(hw, n_hosts):
     options = Options(global_batch=64)
     graph, hardware = trace_model("examples/gpt.py"), load_hardware_profile(hw, n_hosts=n_hosts)
     offered = priced_space(graph, hardware, options, global_batch=64)
-    meshes = enumerate_meshes(offered.space, options)
+    meshes = list_meshes(offered.space, options)[0]
     assert max(mesh.n_devices for mesh in meshes) > hardware.domain_sizes[0]
     for mesh in meshes[:: max(1, len(meshes) // 100)]:
         table = offered.price(mesh)

@@ -10,7 +10,7 @@ import torch
 from distributed.launch import run_program
 
 from autoplan import api, cli
-from autoplan.errors import InputError, TraceError
+from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.options import Options
 from autoplan.runtime.model_calls import call_model
 from autoplan.tracing.hugging_face import model_file_text, write_model_file
@@ -180,7 +180,7 @@ def test_set_takes_the_name_of_the_part_also_where_the_model_is_that_part(tmp_pa
 def test_a_wrong_name_of_a_part_is_answered_with_the_right_one(tmp_path, name):
     path = written(tmp_path, "gemma3", architectures=["Gemma3ForConditionalGeneration"], text_config=dict(DECODER))
     nearest = "num_hidden_layers" if name.startswith("text") else "text_config.NAME"
-    with pytest.raises(InputError, match=rf"(?s)--set {name}: .*did you mean \"{nearest}\""):
+    with pytest.raises(UsageError, match=rf"(?s)--set {name}: .*did you mean \"{nearest}\""):
         model_file_text(path, {name: 1})
 
 

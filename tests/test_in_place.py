@@ -1,5 +1,6 @@
 """What the user's own classes write in place, across the borders of blocks that are sharded or recomputed."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -87,11 +88,19 @@ def test_programs_are_made_for_writes_only_where_some_cross_the_borders_of_block
 
 
 def test_recompute_finds_out_by_itself_what_is_written_in_training_and_in_evaluation():
-    block = nn.Sequential(nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(2, 2)))
+    block = nn.Sequential(nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(8, 2)))
+    plain, runs = copy.deepcopy(block), []
     apply_recompute(block, ["0"])
+    block[0][1].register_forward_pre_hook(lambda *_: runs.append(None))
     for mode in (False, True, False, True):
-        x = torch.ones(1, 2, requires_grad=True)
-        block.train(mode)(x * 2).sum().backward()
+        x, expected = (torch.ones(1, 8, requires_grad=True) for _ in range(2))
+        for model, given in ((plain, expected), (block, x)):
+            torch.manual_seed(0)  # of the same mask
+            model.train(mode)(given * 2).square().sum().backward()
+        assert x.grad.tolist() == expected.grad.tolist()
+    assert len(runs) == 4 * 2  # forward, and again in backward
+    # dropout writes into the only input in training alone: then it is copied
+    assert block[0].forward.written == {False: frozenset(), True: frozenset({0})}
 
 
 class _AddsToIts(nn.Module):

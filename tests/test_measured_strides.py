@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan import api
+from autoplan import api, runtime
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.files import write_folder
 from autoplan.measuring_program.generated import generated_builder
@@ -132,6 +132,7 @@ class Turned(nn.Module):
 def test_own_blocks_are_measured_with_their_complex_buffers(monkeypatch):
     model = SimpleNamespace(build_model=lambda: nn.Sequential(Turned()), make_batch=lambda n: (torch.ones(n, 4), None))
     monkeypatch.setitem(sys.modules, "model", model)
+    monkeypatch.setitem(sys.modules, "runtime", runtime)
     own = {"path": "0", "n_calls": 1, "instances": [("0", 0)]}
     call = OwnModel({}, {"0"}, torch.float32).builder(own, BATCH, CPU, None)()
     assert [output.shape for output in call.forward()] == [(BATCH, 4)]

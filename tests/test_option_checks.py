@@ -176,6 +176,12 @@ def test_a_library_call_with_a_wrong_name_or_type_is_told_what_is_expected(given
         api.plan(GPT, **{"hw": "dgx_a100_x8/2", "global_batch": 8, **given})
 
 
+@pytest.mark.parametrize("ask", [api.plan, api.whatif])
+def test_a_model_itself_is_refused_where_a_file_is_named(ask) -> None:
+    with pytest.raises(errors.InputError, match=r"model: found 'NoPath'(.|\n)*build_model(.|\n)*autoplan\.parallelize"):
+        ask(type("NoPath", (), {})(), hw="dgx_a100_x8/2" if ask is api.plan else ["dgx_a100_x8/2"])
+
+
 def test_fix_may_be_a_dict_of_numbers_and_words() -> None:
     pairs = (("dp", "2"), ("schedule", "gpipe"))
     assert options_of({"fix": {"dp": 2, "schedule": "gpipe"}}) == options_of({"fix": pairs}) == Options(fix=pairs)

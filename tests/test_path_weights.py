@@ -16,7 +16,7 @@ from autoplan.options import Options
 from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.longest_paths import longest_paths
-from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.meshes import list_meshes
 from autoplan.search.path_weights import Ways, raised_bounds_s
 from autoplan.search.peak_moments import shape_of
 from autoplan.search.plans import piece_edges, stage_sizes
@@ -34,7 +34,7 @@ def test_weights_never_bound_a_choice_of_sizes_above_a_plan_of_it_that_fits(seed
     rng = random.Random(seed)
     toy = random_toy(seed, n_segments=rng.choice([6, 7]), tight=True)
     toy = replace(toy, overlap=rng.choice(OVERLAPS))
-    meshes = [mesh for mesh in enumerate_meshes(toy.space, Options(max_micro_batch_size=4)) if mesh.n_chunks > 1]
+    meshes = [mesh for mesh in list_meshes(toy.space, Options(max_micro_batch_size=4))[0] if mesh.n_chunks > 1]
     for mesh in rng.sample(meshes, min(6, len(meshes))):
         table = toy.price(mesh)
         edges = piece_edges(table)

@@ -27,7 +27,7 @@ from autoplan.errors import InputError
 from autoplan.hardware import hardware_names, load_hardware_profile
 from autoplan.options import Options
 from autoplan.output.folder import rejected_csv
-from autoplan.parallel_plan import Mesh, StagePlan
+from autoplan.parallel_plan import OUTSIDE_ALLOCATOR, Mesh, StagePlan
 from autoplan.plain_text import text_table
 from autoplan.report.explain import _signed_seconds, explain_report
 from autoplan.report.hardware import hardware_sheet
@@ -184,6 +184,29 @@ def test_reports_say_of_which_rank_the_times_are_and_what_state_each_has(answer:
     for change in ({"slowest_rank": None}, {"slowest_rank": 0, **one_rank}):
         best = replace(answer.best, estimate=replace(answer.best.estimate, **change))
         assert "where the time goes\n" in plan_report(replace(answer, result=replace(answer.result, best=best)))
+
+
+def test_explain_shows_parts_of_memory_whose_digits_add_up_to_what_the_fullest_rank_needs(answer: Answer) -> None:
+    # each part is 0.0004 GiB more than its digits: the third rounds up, 3.0012 - 2.0008 = 1.001, and all sums are right
+    sizes = dict.fromkeys(("state", "gradients", "working"), GiB + 4 * GiB // 10_000)
+    sizes |= {"messages": 0, "fragmentation": GiB // 2, OUTSIDE_ALLOCATOR: 3 * GiB}
+    parts = tuple((part, sizes[part]) for part in ("state", "gradients", "messages", "working", "fragmentation"))
+    parts = ((("state", GiB),), (*parts, (OUTSIDE_ALLOCATOR, sizes[OUTSIDE_ALLOCATOR])))
+    needed = tuple(sum(size for _, size in own) for own in parts)
+    estimate = replace(answer.best.estimate, memory_parts_bytes=parts, needed_bytes=needed)
+    best = replace(answer.best, estimate=estimate)
+    text = explain_report(replace(answer, result=replace(answer.result, best=best)))
+    table = text.split("where the memory goes, rank 1 ")[1].split("\n\n")[0].splitlines()[2:]
+    assert [line.rpartition("%")[0].rsplit(maxsplit=2)[:2] for line in table] == [
+        ["state", "1.000"],
+        ["gradients", "1.001"],
+        ["working", "1.000"],
+        ["= allocated", "3.001"],
+        ["fragmentation", "0.500"],
+        ["= reserved", "3.501"],
+        ["context and communicators", "3.000"],
+        ["= needed", "6.501"],
+    ]
 
 
 def test_explain_says_that_a_recipe_is_faster_than_a_plan_that_was_fixed(answer: Answer) -> None:
@@ -512,6 +535,26 @@ def test_recipes_that_the_batch_rules_out_are_said_to_be_missing(answer: Answer)
     hand_rule = replace(answer.result.baselines[0], baseline="hand rule")
     others = replace(answer, workload=workload, result=replace(answer.result, baselines=(hand_rule,)))
     assert f"\nno DDP and FSDP: {batch + 1} devices cannot share a batch of {batch} alike" in plan_table(others)
+
+
+def test_the_mark_of_the_chosen_row_stays_whole_on_its_line(answer: Answer) -> None:
+    # 3 + 2 + 2 + 4 + 7 + 11 + 10 + 7 + 4 + 5 columns of text and 10 gaps of 2 leave 5 of 80, gaps of 1 leave 15
+    mesh = Mesh(dp=128, pp=2, micro_batch_size=16, n_micro_batches=2048, schedule="interleaved", n_chunks=3)
+    mesh = replace(mesh, keeps_attention=True, zero_stage=1, zero_shard_degree=16)
+    plan = replace(answer.best.plan, mesh=mesh, recompute="selective", loss="chunked")
+    estimate = replace(answer.best.estimate, step_s=0.0325, needed_bytes=(100 * GiB, 100 * GiB))
+    best = replace(answer.best, plan=plan, estimate=replace(estimate, memory_limit_bytes=128 * GiB))
+    table = plan_table(replace(answer, result=replace(answer.result, best=best))).splitlines()
+    assert table[2].startswith("128  1") and table[2].endswith("<- chosen,")
+    assert table[3].strip() == "chunked" and max(map(len, table)) <= 80
+
+
+def test_phrases_of_a_last_column_stay_whole_where_they_fit() -> None:
+    row = ("a" * 60, "eager, 1 stage a rank, short")
+    lines = text_table(("name", "note"), [row], phrases_of=10).splitlines()
+    assert [line[60:].strip() for line in lines[2:]] == ["eager,", "1 stage a rank,", "short"]
+    lines = text_table(("name", "note"), [row]).splitlines()
+    assert [line[60:].strip() for line in lines[2:]] == ["eager, 1 stage a", "rank, short"]
 
 
 def test_marks_of_the_table_are_explained_below_it(answer: Answer) -> None:

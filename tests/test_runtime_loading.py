@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
+from autoplan.runtime.refusal import DataError, OptionError
 from autoplan.runtime.train import timed_step
 
 CPU = torch.device("cpu")
@@ -207,19 +208,19 @@ def test_evaluation_takes_the_samples_in_order_once():
     model_file = SimpleNamespace(build_eval_dataset=lambda: Numbers(30))
     data = evaluation_data(model_file, config=CONFIG, dp_rank=1, device=CPU)
     assert _samples(data, None) == [[6, 7, 8, 9, 10, 11], [18, 19, 20, 21, 22, 23]]
-    with pytest.raises(ValueError, match="no build_eval_dataset"):
+    with pytest.raises(OptionError, match="no build_eval_dataset"):
         evaluation_data(SimpleNamespace(), config=CONFIG, dp_rank=0, device=CPU)
 
 
 @pytest.mark.parametrize("dataset", [Numbers(11), Stream(11)], ids=["map", "stream"])
 def test_too_few_samples_are_refused_with_both_numbers(dataset):
-    with pytest.raises(ValueError, match=r"found (11|fewer) samples, expected at least one global batch \(12\)"):
+    with pytest.raises(DataError, match=r"found (11|fewer) samples, expected at least one global batch \(12\)"):
         next(_data(dataset))
 
 
 @pytest.mark.parametrize("wrong", [DataLoader(Numbers(3)), 7])
 def test_what_is_no_dataset_is_refused(wrong):
-    with pytest.raises(ValueError, match="build_dataset: found (DataLoader|int), expected a dataset"):
+    with pytest.raises(DataError, match="build_dataset: found (DataLoader|int), expected a dataset"):
         _data(wrong)
 
 
@@ -313,7 +314,7 @@ def test_random_batches_are_drawn_for_each_step_or_a_few_repeated():
     data = training_data(model_file, **reading, n_different=2)
     data.load_state_dict({"epoch": 0, "n_samples": 3 * CONFIG.global_batch_size})
     assert torch.equal(torch.stack(next(data)), every[1])
-    with pytest.raises(ValueError, match="--repeat-batches: found 0, expected 1 or more"):
+    with pytest.raises(OptionError, match="--repeat-batches: found 0, expected 1 or more"):
         drawn(n_different=0)
 
 

@@ -95,6 +95,19 @@ def test_another_number_of_processes_than_planned_is_refused_before_the_first_st
     assert other == (1, "")
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--eval-every", "2"), "--eval-every: the model file has no build_eval_dataset()\n"),
+        (("--profile-steps", "2:4"), "--profile-steps: found 2:4, expected steps below --steps = 3"),
+    ],
+)
+def test_an_option_that_cannot_be_followed_ends_a_program_with_one_message_and_no_traceback(tmp_path, options, told):
+    emit(tmp_path, config={"dp": 2}, has_parallel_model=False)
+    (message, printed), other = ends_of_program(tmp_path, 2, "--steps", "3", "--device", "cpu", *options)
+    assert message.startswith(told) and printed == "" and other == (1, "")
+
+
 def test_script_keeps_values_and_any_header():
     header = 'Plan of "a\\b": """quoted""" and {braces}'
     config = {"dp": 2, "recompute": ("blocks.0",), "precision": "bf16", "compile": True}

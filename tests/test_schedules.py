@@ -1,5 +1,6 @@
-"""Schedules: their order, and what `check_schedule` refuses."""
+"""Schedules: their order, and what `checked_order` refuses."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,9 @@ from autoplan.registry import load_table
 from autoplan.runtime import Config
 from autoplan.schedules import (
     Action,
-    check_schedule,
+    checked_order,
     dependency,
     ordered_schedule,
-    read_action,
     splits_backward,
     stage_ranks,
 )
@@ -25,7 +25,10 @@ GOLDEN = Path(__file__).parent / "golden" / "schedules"
 
 def read_schedule(text):
     """The schedule of a golden text."""
-    return tuple(tuple(map(read_action, line.partition(":")[2].split())) for line in text.splitlines())
+    return tuple(
+        tuple(Action(int(stage), kind, int(number)) for stage, kind, number in re.findall(r"(\d+)([FBIW])(\d+)", line))
+        for line in (line.partition(":")[2] for line in text.splitlines())
+    )
 
 
 def most_in_flight(actions):
@@ -279,12 +282,12 @@ def test_sends_and_receives_are_called_where_torch_calls_them(name, n_ranks, n_c
 def test_check_names_the_place_of_the_fault(text, message):
     schedule = read_schedule(text)
     with pytest.raises(InputError, match=message):
-        check_schedule(schedule, n_ranks=len(schedule), n_chunks=1)
+        checked_order(schedule, n_ranks=len(schedule), n_chunks=1)
 
 
 def test_check_counts_the_ranks():
     with pytest.raises(InputError, match="found '1 ranks'\n  expected: 2"):
-        check_schedule(read_schedule("rank 0: 0F0 0B0"), n_ranks=2, n_chunks=1)
+        checked_order(read_schedule("rank 0: 0F0 0B0"), n_ranks=2, n_chunks=1)
 
 
 def test_unknown_name_lists_the_valid_ones():

@@ -20,7 +20,7 @@ from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import GOOD_ENOUGH, search
-from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.meshes import list_meshes
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
@@ -182,7 +182,7 @@ def test_every_mesh_is_the_best_or_rejected_once(seed: int) -> None:
     named = Counter([rejection.mesh for rejection in result.rejected])
     if result.best is not None:
         named[result.best.plan.mesh] += 1
-    assert named == Counter(enumerate_meshes(toy.space, EXACT))
+    assert named == Counter(list_meshes(toy.space, EXACT)[0])
     assert result.n_meshes == len(named)
 
 
@@ -303,7 +303,7 @@ def test_patience_waits_for_the_first_plan_and_then_a_time_limit_longer() -> Non
 
 def test_a_space_that_takes_long_to_list_is_listed_in_part_and_then_nothing_is_proved() -> None:
     toy = loose_toy(6)
-    n_all = len(enumerate_meshes(toy.space, EXACT))
+    n_all = len(list_meshes(toy.space, EXACT)[0])
     result = run(toy, replace(EXACT, time_limit_s=5.0), clock=ticking(0.3))
     # a fifth of the time is 1 s: 3 ticks of 0.3 s, and the meshes of three degrees are listed in one each
     assert 0 < result.n_meshes < n_all

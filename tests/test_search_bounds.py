@@ -23,7 +23,7 @@ from autoplan.search.bounds import compute_key, computes_least, least_passes_s, 
 from autoplan.search.critical_paths import critical_paths
 from autoplan.search.formulation import formulate
 from autoplan.search.joint_sizes import joint_bound
-from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.meshes import list_meshes
 from autoplan.search.partition import best_partition
 from autoplan.search.paths import (
     BACKWARD,
@@ -58,7 +58,7 @@ def test_no_real_mesh_computes_less_than_the_one_that_stands_for_it(precision: s
     graph = trace_model(EXAMPLES / "gpt.py", overrides={"size": "char", "n_layers": 2, "width": 48, "context": 32})
     options = Options(global_batch=16, precision=precision)
     offered = priced_space(graph, load_hardware_profile("dgx_a100_x8", n_hosts=2), options, global_batch=16)
-    meshes = enumerate_meshes(offered.space, options)
+    meshes = list_meshes(offered.space, options)[0]
     keys = tuple(map(compute_key, meshes))
     least_s = {key: least_passes_s(offered.price(mesh)) for key, mesh in computes_least(meshes, keys).items()}
     assert len(least_s) < len(meshes) / 2
@@ -96,7 +96,7 @@ def whole_pieces(toy: Toy, rng: random.Random, *, share: float, n_stages: int | 
     toy = replace(toy, overlap=rng.choice(OVERLAPS))
     if rng.random() < 0.5:  # so that every segment is gathered
         toy = replace(toy, kind_costs=tuple(replace(cost, gather_s=max(cost.gather_s, 0.1)) for cost in toy.kind_costs))
-    for mesh in enumerate_meshes(toy.space, Options(max_micro_batch_size=4)):
+    for mesh in list_meshes(toy.space, Options(max_micro_batch_size=4))[0]:
         if rng.random() > share or n_stages not in (None, mesh.n_stages):
             continue
         table = toy.price(mesh)
@@ -283,7 +283,7 @@ def test_a_shortfall_is_proof_that_no_plan_fits() -> None:
     n_proofs = 0
     for seed in range(15):
         toy = random_toy(seed, n_segments=4, tight=True)
-        for mesh in enumerate_meshes(toy.space, Options(max_micro_batch_size=2)):
+        for mesh in list_meshes(toy.space, Options(max_micro_batch_size=2))[0]:
             table = toy.price(mesh)
             short_bytes = shortfall_bytes(table)
             if short_bytes == 0:

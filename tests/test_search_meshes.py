@@ -10,7 +10,7 @@ from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import SearchSpace
-from autoplan.search.meshes import device_counts, enumerate_meshes, legal_tensor_degrees, tensor_degrees
+from autoplan.search.meshes import device_counts, legal_tensor_degrees, list_meshes, tensor_degrees
 
 SPACE = SearchSpace(
     n_devices=8,
@@ -23,7 +23,7 @@ SPACE = SearchSpace(
 
 
 def meshes(space: SearchSpace = SPACE, **options: object) -> tuple[Mesh, ...]:
-    return enumerate_meshes(space, Options(**options))  # type: ignore[arg-type]
+    return list_meshes(space, Options(**options))[0]  # type: ignore[arg-type]
 
 
 def test_every_mesh_divides_the_batch_exactly_and_appears_once() -> None:

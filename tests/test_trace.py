@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import InputError, TraceError
+from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
 from autoplan.runtime.construction import build_whole_model
+from autoplan.runtime.known_values import NO_VALUES, KnownValues, build_on_meta
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.overlaid_graph import input_path
 from autoplan.tracing.second_names import SECOND_NAMES
@@ -260,9 +261,17 @@ def test_a_function_that_the_program_cannot_call_is_refused_before_it_is_planned
     assert f"found '{found}'" in str(raised.value) and f"expected: {expected}\n" in str(raised.value)
 
 
-def test_an_unknown_override_shows_the_signature():
-    with pytest.raises(InputError, match=r"build_model\(width: int = 256"):
+def test_an_unknown_override_is_a_wrong_command_line_and_shows_the_signature():
+    with pytest.raises(UsageError, match=r"build_model\(width: int = 256"):
         trace_example("mlp.py", breadth=4)
+
+
+def test_an_argument_that_the_model_file_itself_gets_wrong_is_not_taken_for_a_set_value(tmp_path):
+    text = "def build_model(width=4):\n    return nn.Linear(width, width, breadth=3)\n" + MAKE_BATCH + LOSS
+    for overrides in ({}, {"width": 8}):
+        with pytest.raises(InputError, match=r"failed: TypeError: .*'breadth' \(line 4\)\n") as raised:
+            trace_model(model_source(write(tmp_path, text), overrides))
+        assert not isinstance(raised.value, UsageError)
 
 
 def test_a_value_that_build_model_cannot_use_shows_the_signature_too():
@@ -346,6 +355,66 @@ def test_values_are_only_blamed_where_some_were_given(tmp_path):
     broken = write(tmp_path, "def build_model():\n    raise RuntimeError('no')\n" + MAKE_BATCH + LOSS)
     with pytest.raises(InputError, match=r"build_model\(\) failed(.|\n)*without arguments\n  fix: correct it$"):
         trace_model(model_source(broken, {}))
+
+
+STOCHASTIC_DEPTH = """
+class Model(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.rates = {rates}
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in self.rates)
+
+    def forward(self, x):
+        for rate, block in zip(self.rates, self.blocks):
+            x = x + (1 - rate) * block(x)
+        return x
+
+def build_model(depth=3):
+    return Model(depth)
+"""
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        "[x.item() for x in torch.linspace(0, 0.1, depth)]",
+        "[float(x) for x in 0.1 * torch.arange(depth) / 2]",
+        "torch.linspace(0, 0.1, depth).tolist()",
+        "[x for part in torch.linspace(0, 0.1, depth).split([1, depth - 1]) for x in part.tolist()]",
+        "list(torch.linspace(0, 0.1, depth).cpu().numpy())",
+    ],
+)
+def test_build_model_may_read_numbers_that_torch_makes(tmp_path, rates):
+    path = write(tmp_path, STOCHASTIC_DEPTH.format(rates=rates) + MAKE_BATCH + LOSS)
+    model = model_source(path, {"depth": 6}).build_model()
+    assert len(model.rates) == 6 and model.rates[2] == pytest.approx(0.1 * 2 / 5 if "arange" not in rates else 0.1)
+    graph = trace_model(model_source(path, {"depth": 3}))
+    scales = [op.args[1] for op in graph.ops if op.target == "aten.mul.Tensor"]
+    assert scales == pytest.approx([1.0, 0.95, 0.9])
+    assert build_on_meta(lambda: load_model_file(path).build_model()).blocks[0].weight.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "rates",
+    ["[nn.Linear(depth, 4).weight.mean().item()]", "torch.linspace(0, 0.1, depth).numpy()", "torch.rand(3).tolist()"],
+)
+@pytest.mark.parametrize("overrides", [{}, {"depth": 6}])
+def test_numbers_that_tensors_without_memory_do_not_have_are_refused_with_their_line(tmp_path, rates, overrides):
+    path = write(tmp_path, STOCHASTIC_DEPTH.format(rates=rates) + MAKE_BATCH + LOSS)
+    with pytest.raises(
+        InputError, match=r'\(line 7\)\n  expected: .*torch\.device\("meta"\)(.|\n)*fix: .*device="cpu"'
+    ):
+        trace_model(model_source(path, overrides))
+
+
+def test_what_is_written_into_a_known_tensor_is_known_and_what_is_random_makes_it_unknown():
+    with torch.device("meta"), KnownValues():
+        numbers = torch.zeros(4)
+        numbers[1:3] = torch.arange(2.0, 4.0)
+        assert numbers.tolist() == [0.0, 2.0, 3.0, 0.0]
+        numbers[:2].uniform_()
+        with pytest.raises(NotImplementedError, match=NO_VALUES):
+            numbers.tolist()
 
 
 LINEAR = "def build_model():\n    return nn.Linear(4, 4)\n"

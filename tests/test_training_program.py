@@ -19,6 +19,7 @@ from autoplan.codegen.train_script import train_script
 from autoplan.options import PRECISIONS, TORCH_PRECISIONS
 from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
+from autoplan.runtime.refusal import OptionError
 from autoplan.runtime.train import train_steps
 
 CHECKOUT = Path(__file__).parent.parent
@@ -244,7 +245,7 @@ def test_libraries_of_other_versions_than_planned_with_are_named(capsys):
 
 def test_tensorboard_gets_every_curve_and_its_absence_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="the package tensorboard is not installed\n  fix: pip install tensorboard"):
+    with pytest.raises(OptionError, match="the package tensorboard is not installed\n  fix: pip install tensorboard"):
         MetricLog(rank=0, tensorboard=tmp_path)
     seen = []
 

@@ -14,7 +14,7 @@ from autoplan.options import Options
 from autoplan.planning.problem import trace_model
 from autoplan.search import search
 from autoplan.search.bounds import step_bound_s
-from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.meshes import list_meshes
 from autoplan.search.result import SearchResult
 from autoplan.search.twins import has_twin, recomputes_kept, twin_of
 from autoplan.simulator.simulate import simulate
@@ -47,7 +47,7 @@ def test_with_attention_that_may_be_kept_the_search_equals_brute_force(block: in
 def test_no_bound_by_arithmetic_tells_a_mesh_from_its_twin_which_needs_as_much_memory_or_more(seed: int) -> None:
     # so a twin may wait until its mesh has been looked at; and where that does not fit, the twin does not
     toy = toy_with_attention(seed, n_segments=4, n_devices=2)
-    for mesh in filter(has_twin, enumerate_meshes(toy.space, EXACT)):
+    for mesh in filter(has_twin, list_meshes(toy.space, EXACT)[0]):
         table, twin = toy.price(mesh), toy.price(twin_of(mesh))
         assert step_bound_s(twin) == step_bound_s(table)
         for stages in islice(all_stages(toy, mesh), 3, 40, 9):

@@ -14,7 +14,7 @@ from autoplan.options import Options
 from autoplan.what_if import asking
 from autoplan.what_if.asking import ask
 from autoplan.what_if.conditions import Reliability
-from autoplan.what_if.flags import flag_tables
+from autoplan.what_if.flags import Flags, flag_tables
 from autoplan.what_if.money import Money, Own
 from autoplan.what_if.question import parse_question, read_question
 from autoplan.what_if.row_text import whatif_table
@@ -61,7 +61,7 @@ sample_size = "100 KB"
 def test_whatif_toml_is_read_and_flags_beat_it(tmp_path: Path) -> None:
     path = tmp_path / "whatif.toml"
     path.write_text(QUESTION)
-    changes = flag_tables(hosts="4", given=['reliability.restart="1 min"', "money.pue=1.5"])
+    changes = flag_tables(Flags(hosts="4", given=['reliability.restart="1 min"', "money.pue=1.5"]))
     found = read_question(path, changes=changes)
     assert found.model == str(tmp_path / "m.py") and found.hosts == (4,)
     assert found.sweeps == (("seq", (1024, 2048)),) and found.n_tokens == 1e12

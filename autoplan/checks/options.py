@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from os import PathLike
 from typing import Any
 
 from autoplan.errors import UsageError
@@ -118,6 +119,21 @@ def options_of(given: Mapping[str, Any]) -> Options:
     fix = given.get("fix", ())
     pairs = tuple((name, str(value)) for name, value in fix.items()) if isinstance(fix, Mapping) else fix
     return Options(**{**given, "fix": pairs})
+
+
+def check_is_named(model: object) -> None:
+    """Refuse a model itself where a file of one is to be named; the planner builds it anew, without memory.
+
+    Raises: UsageError.
+    """
+    if not isinstance(model, str | PathLike):
+        raise UsageError.of(
+            "model",
+            found=type(model).__name__,
+            expected="the path of a model file, or hf:CONFIG.JSON",
+            fix="write a file with build_model, make_batch and loss_fn, as examples/mlp.py;"
+            " autoplan.parallelize(module, example_batch, hw=...) takes a module itself",
+        )
 
 
 def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host: int) -> None:

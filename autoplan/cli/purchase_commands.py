@@ -240,10 +240,10 @@ def _question(model: str | None, flags: dict[str, Any], options: Options) -> Que
     """
     from autoplan.hardware.cluster import load_hardware
     from autoplan.planning.problem import checked
-    from autoplan.what_if.flags import flag_tables
+    from autoplan.what_if.flags import Flags, flag_tables
     from autoplan.what_if.question import question_of
 
-    tables, is_file = flag_tables(**flags), model is not None and model.endswith(".toml")
+    tables, is_file = flag_tables(Flags(**flags)), model is not None and model.endswith(".toml")
     if model is None or not (is_file or flags.get("hw")):
         raise UsageError("expected MODEL with --hw, or a WHATIF.TOML\n  fix: autoplan whatif model.py --hw dgx_a100_x8")
     try:

@@ -14,11 +14,11 @@ from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Mesh
 
 Cuts = tuple[float | None, ...]  # as in `CostTable`
+Sent = tuple[Cuts, Cuts, tuple[int, ...]]  # of each boundary; see `make_cuts_pricer`
+CutsPricer = Callable[[int, str, int, bool, Group], Sent]
 
 
-def make_cuts_pricer(
-    graph: OpGraph, hardware: HardwareProfile, precision: str
-) -> Callable[[int, str, int, bool, Group], tuple[Cuts, Cuts, tuple[int, ...]]]:
+def make_cuts_pricer(graph: OpGraph, hardware: HardwareProfile, precision: str) -> CutsPricer:
     """(tp, sharding, micro-batch size, whether ranks receive ahead, their ranks) -> three figures of each boundary.
 
     Seconds to send over it, seconds in a sendrecv (as much the other way at once), and bytes; the second empty where it
@@ -27,9 +27,7 @@ def make_cuts_pricer(
     boundary_bytes = make_boundary_sizer(graph, precision)
 
     @cache
-    def cuts(
-        tp: int, sharding: str, micro_batch_size: int, is_ahead: bool, stages: Group
-    ) -> tuple[Cuts, Cuts, tuple[int, ...]]:
+    def cuts(tp: int, sharding: str, micro_batch_size: int, is_ahead: bool, stages: Group) -> Sent:
         sizes = boundary_bytes(tp, sharding, micro_batch_size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
         seconds = {size: send_s(size, pair=stages, hardware=hardware, is_ahead=is_ahead) for size in allowed}

@@ -85,13 +85,6 @@ class CompiledPasses:
     chunked_working_bytes: int
 
 
-def compiled_work(
-    context: WorkContext, local: LocalSegment, fused: FusedSegment, eager: SegmentWork, batch_size: int
-) -> SegmentWork:
-    """The work of a segment that is fused so, for which `eager` is that of its ops one by one."""
-    return as_compiled(eager, compiled_passes(context, compiled_segment(context, local, fused), batch_size))
-
-
 def compiled_segment(context: WorkContext, local: LocalSegment, fused: FusedSegment) -> CompiledSegment:
     """A segment that is fused so."""
     single = tuple(_contiguous(local.ops[index]) for index in fused.single)

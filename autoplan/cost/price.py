@@ -22,10 +22,12 @@ from typing import NamedTuple, Protocol
 
 from autoplan.analysis.captured import may_recompute_captured
 from autoplan.analysis.chunked_loss import is_in_compiled
-from autoplan.cost.batch import make_batch_pricer
+from autoplan.cost.batch import BatchPricer, make_batch_pricer
 from autoplan.cost.between import Exchange
 from autoplan.cost.boundaries import (
     Cuts,
+    CutsPricer,
+    Sent,
     legal_cuts,
     make_cuts_pricer,
     tied_elements,
@@ -100,82 +102,135 @@ def make_pricer(
     "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed". Gradients are
     compressed on meshes on which they can be. `memory_margin` is that of the table, by its `sources`.
     """
-    margin_of = cache(memory_margin)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
     contexts = work_contexts(graph, hardware, precision, rules)
     local = _local_pricer(contexts, shardings)
     works = make_works_pricer(graph, contexts, shardings=shardings, measured=measured)
     of_parameters = ParameterContext(hardware.device, precision, collective, element_s, compression)
-    costs = _costs_pricer(graph, works, local=local, parameters=_parameters_pricer(graph, of_parameters, local=local))
-    cuts = make_cuts_pricer(graph, hardware, precision)
-    batch = make_batch_pricer(graph, hardware.device, precision)
-    groups_of = cache(partial(_Groups.of, hardware))
-    kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
-    blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
-    has_all_to_alls = cache(lambda tp, sharding: _has_all_to_alls(local(tp, sharding).values()))
-    unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
+    return _Pricer(
+        graph,
+        hardware,
+        precision,
+        loss,
+        kinds=tuple(segment.kind for segment in graph.segments),
+        blocks=Counter(segment.kind for segment in graph.segments if segment.is_block),
+        tied=tied_elements(graph),
+        unsent=tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph)),
+        contexts=contexts,
+        local=local,
+        collective=collective,
+        groups_of=cache(partial(_Groups.of, hardware)),
+        has_all_to_alls=cache(lambda tp, sharding: _has_all_to_alls(local(tp, sharding).values())),
+        works=None if measured is None else works,
+        costs=_costs_pricer(
+            graph, works, local=local, parameters=_parameters_pricer(graph, of_parameters, local=local)
+        ),
+        cuts=make_cuts_pricer(graph, hardware, precision),
+        batch=make_batch_pricer(graph, hardware.device, precision),
+        margin_of=cache(memory_margin),
+    )
 
-    def per_step_s(mesh: Mesh, groups: _Groups, *, tied_bytes: int) -> float:
-        found = local(mesh.tp, mesh.sharding)
-        shared_bytes = _shared_bytes([found[kind] for kind in kinds], mesh, precision=precision)
-        return (
-            collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
-            + collective("all_reduce", tied_bytes, groups.stages)
-            + contexts(mesh.tp).tp_collective_s("all_reduce", shared_bytes)
-        )
 
-    def price(mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
+@dataclass(frozen=True, slots=True, eq=False)  # hashed as the function that it is
+class _Pricer:
+    """A `Pricer`: what all meshes share, and functions that compute once what several do.
+
+    Attributes:
+        kinds, tied: of each segment; the elements of each tied weight.
+        blocks: how many blocks there are of each kind.
+        unsent: the cuts of a mesh of one stage.
+        works: with the sources of their times; None without a measured profile.
+    """
+
+    graph: OpGraph
+    hardware: HardwareProfile
+    precision: str
+    loss: str | None
+    kinds: tuple[int, ...]
+    blocks: Mapping[int, int]
+    tied: tuple[int, ...]
+    unsent: Cuts
+    contexts: ContextOf
+    local: LocalPricer
+    collective: Callable[[str, float, Group], float]
+    groups_of: Callable[[int, int, int, int], _Groups]
+    has_all_to_alls: Callable[[int, str], bool]
+    works: Callable[[Run], Works] | None
+    costs: Callable[[_Way, int], Costs]
+    cuts: CutsPricer
+    batch: BatchPricer
+    margin_of: Callable[[tuple[str, ...]], float]
+
+    def __call__(self, mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
+        device = self.hardware.device
         n_here = n_ranks or mesh.pp
-        groups = groups_of(mesh.dp * mesh.tp * n_here, mesh.dp, mesh.tp, mesh.zero_shard_degree)
-        tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_here == mesh.pp else 0
-        repeats = mesh.n_micro_batches > 1
-        zero_stage = mesh.zero_stage if repeats or mesh.zero_stage != 2 else 1  # one micro-batch is reduced at its end
-        placement = Placement(groups.shard, groups.replicate, zero_stage, repeats, exchange)
-        is_ahead = mesh.pp > 1 and receives_ahead(mesh.schedule)
-        way = _Way.of(
-            mesh,
-            placement,
-            loss="whole" if is_in_compiled(graph, mesh) else loss,
-            is_slowed=is_ahead and not hardware.device.is_cpu,
-        )
-        found = costs(way, mesh.n_micro_batches)
-        sources = () if measured is None else tuple(source for _, source in works(way.run))
-        copy_s, batch_bytes = batch(mesh)
-        cut_s, sendrecv_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, is_ahead, groups.stages)
+        groups = self.groups_of(mesh.dp * mesh.tp * n_here, mesh.dp, mesh.tp, mesh.zero_shard_degree)
+        tied_bytes = tied_weight_bytes(self.tied, mesh, self.precision) if n_here == mesh.pp else 0
+        way = self._way(mesh, groups, exchange)
+        costs, zero_stage = self.costs(way, mesh.n_micro_batches), way.held.placement.zero_stage
+        sources = () if self.works is None else tuple(source for _, source in self.works(way.run))
+        copy_s, batch_bytes = self.batch(mesh)
+        cut_s, sendrecv_s, message_bytes = self._sent(mesh, groups)
         n_groups = 1 if exchange is None else exchange.n_groups
-        begins_s = start_s(hardware.device, n_devices=mesh.n_devices * n_groups)
-        lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
+        begins_s = start_s(device, n_devices=mesh.n_devices * n_groups)
+        lead_s = sum(n_blocks * costs[kind][0].lead_s for kind, n_blocks in self.blocks.items())
         return CostTable(
             mesh=mesh,
-            kinds=kinds,
-            costs=found,
-            cut_s=cut_s if mesh.pp > 1 else unsent,
+            kinds=self.kinds,
+            costs=costs,
+            cut_s=cut_s,
             gathers_per_micro_batch=zero_stage == 3,
             reduces_per_micro_batch=zero_stage >= 2,
-            overlap=hardware.overlap if mesh.zero_shard_degree == 1 else hardware.overlap_of_shards,
-            per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes) + begins_s,
+            overlap=self.hardware.overlap if mesh.zero_shard_degree == 1 else self.hardware.overlap_of_shards,
+            per_step_s=self._per_step_s(mesh, groups, tied_bytes=tied_bytes) + begins_s,
             start_s=begins_s,
             reserved_fixed_bytes=outside_allocator_bytes(
                 mesh,
-                has_tied_weights=bool(tied),
-                has_all_to_alls=has_all_to_alls(mesh.tp, mesh.sharding),
+                has_tied_weights=bool(self.tied),
+                has_all_to_alls=self.has_all_to_alls(mesh.tp, mesh.sharding),
                 n_groups=n_groups,
             ),
             workspace_bytes=WORKSPACE_BYTES,
-            message_bytes=messages if mesh.pp > 1 else (),
-            sendrecv_s=sendrecv_s if mesh.pp > 1 else (),
-            action_s=_action_s(mesh, hardware.device, lead_s=lead_s),
+            message_bytes=message_bytes,
+            sendrecv_s=sendrecv_s,
+            action_s=_action_s(mesh, device, lead_s=lead_s),
             batch_copy_s=copy_s,
             batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
-            memory_limit_bytes=hardware.device.memory_bytes,
-            memory_margin=margin_of(sources),
-            drift=max((link.drift for link in hardware.links), default=0.0),
+            memory_limit_bytes=device.memory_bytes,
+            memory_margin=self.margin_of(sources),
+            drift=max((link.drift for link in self.hardware.links), default=0.0),
             sources=sources,
         )
 
-    return price
+    def _way(self, mesh: Mesh, groups: _Groups, exchange: Exchange | None) -> _Way:
+        repeats = mesh.n_micro_batches > 1
+        zero_stage = mesh.zero_stage if repeats or mesh.zero_stage != 2 else 1  # one micro-batch is reduced at its end
+        placement = Placement(groups.shard, groups.replicate, zero_stage, repeats, exchange)
+        loss = "whole" if is_in_compiled(self.graph, mesh) else self.loss
+        is_slowed = _receives_ahead(mesh) and not self.hardware.device.is_cpu
+        return _Way.of(mesh, placement, loss=loss, is_slowed=is_slowed)
+
+    def _sent(self, mesh: Mesh, groups: _Groups) -> Sent:
+        """What passes between stages, as in `CostTable`: `cut_s`, `sendrecv_s` and `message_bytes`."""
+        if mesh.pp == 1:
+            return self.unsent, (), ()
+        return self.cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, _receives_ahead(mesh), groups.stages)
+
+    def _per_step_s(self, mesh: Mesh, groups: _Groups, *, tied_bytes: int) -> float:
+        """Collectives once a step: of the norm of all gradients, of tied weights, and of gradients that ranks share."""
+        found = self.local(mesh.tp, mesh.sharding)
+        shared_bytes = _shared_bytes([found[kind] for kind in self.kinds], mesh, precision=self.precision)
+        return (
+            self.collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
+            + self.collective("all_reduce", tied_bytes, groups.stages)
+            + self.contexts(mesh.tp).tp_collective_s("all_reduce", shared_bytes)
+        )
+
+
+def _receives_ahead(mesh: Mesh) -> bool:
+    return mesh.pp > 1 and receives_ahead(mesh.schedule)
 
 
 class _Held(NamedTuple):

@@ -11,6 +11,6 @@ and nothing else of autoplan; the user's own blocks need what model.py imports.
                                                                               result of `results`, tells `progress`
 
 timing is that of kernels launched one by one, replays that of a CUDA graph. values are those that weights have
-meanwhile, known_values those of inputs that follow from constants; ops has the time of each op, optimizer that of its
-step; stand_ins take the place of torch.distributed, and copies are theirs, which are taken off.
+meanwhile; ops has the time of each op, optimizer that of its step; stand_ins take the place of torch.distributed, and
+copies are theirs, which are taken off.
 """

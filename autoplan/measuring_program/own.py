@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from .generated import Compile
-from .known_values import KnownValues
 from .strides import Recorded, most_common, recorded, run_backward
 from .timing import Call, tensors_of
 from .values import fill_module, random_strided
@@ -95,9 +94,12 @@ class OwnModel:
         return importlib.import_module("model")
 
     @functools.cached_property
+    def _known_values(self) -> Any:
+        return importlib.import_module("runtime.known_values")
+
+    @functools.cached_property
     def _model(self) -> nn.Module:
-        with torch.device("meta"):
-            model: nn.Module = self._file.build_model(**self._overrides)
+        model: nn.Module = self._known_values.build_on_meta(lambda: self._file.build_model(**self._overrides))
         # `model.to(dtype)` would make complex buffers real.
         model._apply(lambda t: t.to(self._dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
         return model.train()
@@ -106,7 +108,7 @@ class OwnModel:
         """Every call of the wanted blocks, in one pass of the whole model."""
         model = self._model
         batch, _ = self._file.make_batch(batch_size)
-        known = KnownValues()
+        known = self._known_values.KnownValues()
         batch = dict(batch) if isinstance(batch, Mapping) else batch  # as programs give it to the model
         inputs = _mapped(batch, functools.partial(_meta, dtype=self._dtype, known=known))
         with recorded(model, self._paths) as found:
@@ -119,7 +121,7 @@ class OwnModel:
         return found
 
 
-def _meta(tensor: torch.Tensor, *, dtype: torch.dtype, known: KnownValues) -> torch.Tensor:
+def _meta(tensor: torch.Tensor, *, dtype: torch.dtype, known: Any) -> torch.Tensor:
     """A tensor of the batch on the meta device: floating in the compute dtype, or integers with known values."""
     if tensor.is_floating_point():
         return torch.empty_like(tensor, device="meta", dtype=dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.checks.options import check_batch, check_degrees, check_options
+from autoplan.checks.options import check_batch, check_degrees, check_is_named, check_options
 from autoplan.errors import InputError, UsageError
 from autoplan.files import check_file
 from autoplan.graph import WHOLE_OPTIMIZER
@@ -110,10 +110,14 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
 
 
 def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
-    """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
+    """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all.
+
+    Raises: InputError for what is none, and UsageError for what is no path.
+    """
     from autoplan.tracing.hugging_face import is_hugging_face, write_model_file
     from autoplan.tracing.local_modules import check_model_file
 
+    check_is_named(model)
     if is_hugging_face(model):
         return write_model_file(model, overrides), {}
     check_model_file(Path(model))

@@ -16,6 +16,7 @@ from autoplan.answers.intervals import is_host_bound
 from autoplan.plain_text import WIDTH, page, text_table
 from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.report.figures import figures_text
+from autoplan.report.memory_parts import memory_parts_table
 from autoplan.report.ops import beside_ops_text, ops_text
 from autoplan.report.plan import (
     breakdown_table,
@@ -55,7 +56,8 @@ def explain_report(answer: Answer) -> str:
         lines += ["Plain recipes", "\n".join(recipes)]
     word = lanes_of(answer.best.plan).word
     lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops), _beside_ops(answer)]
-    lines += [memory_table(answer.best.estimate, word=word), notes_text(answer)]
+    lines += [memory_parts_table(answer.best.estimate, word=word), memory_table(answer.best.estimate, word=word)]
+    lines.append(notes_text(answer))
     lines += [rejections_text(answer.result), _sources(answer)]
     return page(lines)
 

@@ -51,6 +51,7 @@ from autoplan.units import GiB, format_seconds, format_share
 
 BAR_WIDTH = 24
 N_REJECTED_SHOWN = 8
+CHOSEN = "<- chosen"
 KEPT_MARK = "*"  # of what is recomputed with its attention kept
 _STATUS = {
     "optimal": "optimal: no other plan {of_these} is {better} (gap 0, proved)",
@@ -115,7 +116,7 @@ def plan_table(answer: Answer) -> str:
     Where the chosen plan is compiled or a CUDA graph, a line says so of all of them, and those that are not are marked.
     """
     result = answer.result
-    shown = [(answer.best, "<- chosen")]
+    shown = [(answer.best, CHOSEN)]
     shown += [(item, "") for item in result.alternatives if item.plan != answer.best.plan]
     meshes = [item.plan.mesh for item, _ in shown]
     rows = [_plan_row(answer, candidate, note, meshes) for candidate, note in shown]
@@ -126,7 +127,8 @@ def plan_table(answer: Answer) -> str:
         has_others = any(otherwise in row[-1] for row in rows)
         below.append(f"all of them {_OF_ALL[word]}{f', but for those marked {otherwise}' if has_others else ''}")
     lines = (textwrap.fill(line, WIDTH) for line in below if line)
-    return "\n".join([text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9})), *lines])
+    table = text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9}), phrases_of=len(f"{CHOSEN},"))
+    return "\n".join([table, *lines])
 
 
 _OF_ALL = {COMPILED: "compiled", CAPTURED: "with their passes as a CUDA graph"}

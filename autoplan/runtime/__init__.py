@@ -4,6 +4,7 @@ It is copied as it stands into the folder of a program.
 
     config, mesh           the plan, who does what of it, the process groups between ranks
     process_group, planned_devices    joining and leaving; whether processes and devices are as planned
+    known_values           numbers that a model reads while it is built without memory
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
     buffers                the dtype of buffers where a program computes in 16 bits
     float32_products       whether GPUs round the operands of float32 products
@@ -18,7 +19,9 @@ It is copied as it stands into the folder of a program.
     replicas               parameters that several ranks hold whole, kept equal
     held_values            what modules hold, and whether it has changed since passes were captured
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
-    checkpoint*, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint_state, checkpoint_pieces    what of a run is saved, and which part of each tensor a rank has
+    checkpoint_folder, checkpoint_planner, checkpoint_weights    how it lies in files, written whole or not at all
     finite, hang_watch, same_batch    numbers that are not finite, ranks that do not come, or have other samples
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     batches, loading, train      batches, their order and position, the loop
@@ -27,6 +30,7 @@ It is copied as it stands into the folder of a program.
     parity, dropout              the comparison with one process, in which nothing is dropped at random
     step_trace, step_profile     traces of some steps, where the time of one goes
     number_options, written_paths    numbers and paths on the command line
+    refusal                      ends a program with a message, where what it was given cannot work
 """
 
 from .batches import global_batch, local_batch

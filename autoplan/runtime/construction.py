@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import Config
+from .known_values import build_on_meta
 from .mesh import RankMesh
 from .weights import load_weights
 
@@ -47,8 +48,7 @@ def construction_device(
     """
     if device.type == "cpu":
         return device
-    with torch.device("meta"):
-        model = build_model()
+    model = build_on_meta(build_model)
     itemsize = torch.empty((), dtype=dtype).element_size()
     model_bytes = sum(t.numel() * itemsize for t in (*model.parameters(), *model.buffers()))
     free_bytes, _ = torch.cuda.mem_get_info(device)

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from .refusal import Refusal
+
 CURVES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda p: 1.0,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
@@ -29,8 +31,8 @@ CURVES: Mapping[str, Callable[[float], float]] = {
 }
 
 
-class LearningRateError(SystemExit):
-    """A rate does not suit the optimizer; ends the program with the message and a non-zero exit code."""
+class LearningRateError(Refusal):
+    """A rate does not suit the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from .batches import Batch, flatten_tensors, global_batch, local_batch, map_tensors
 from .config import Config
+from .refusal import DataError, OptionError
 from .samples import Collating, naming_differences
 from .seeds import mixed_seed, scrambled, seeding_the_host
 
@@ -173,10 +174,12 @@ def training_data(
     it takes to draw or read a batch. `reading` has further fields of `Reading`. A function `collate(samples)` in the
     model file replaces torch's.
 
-    Raises: ValueError when `n_different` is below 1, or a dataset is none.
+    Raises: OptionError when `n_different` is below 1; DataError when a dataset is none.
     """
     if n_different is not None and n_different < 1:
-        raise ValueError(f"--repeat-batches: found {n_different}, expected 1 or more\n  fix: leave it out for new ones")
+        raise OptionError(
+            f"--repeat-batches: found {n_different}, expected 1 or more\n  fix: leave it out for new ones"
+        )
     if n_different is None and hasattr(model_file, "build_dataset"):
         return _dataset_data(model_file, "build_dataset", config, dp_rank, device, seed=seed, **reading)
     draw = partial(
@@ -198,10 +201,10 @@ def evaluation_data(
 ) -> TrainingData:
     """The batches of one pass over the model file's `build_eval_dataset`, in its order; what is left is dropped.
 
-    Raises: ValueError when the model file has none.
+    Raises: OptionError when the model file has none; DataError when it is no dataset.
     """
     if not hasattr(model_file, "build_eval_dataset"):
-        raise ValueError(
+        raise OptionError(
             "--eval-every: the model file has no build_eval_dataset()\n"
             "  expected: a function that returns a dataset of (inputs, targets)\n  fix: add it, or leave the option out"
         )
@@ -218,7 +221,7 @@ def _dataset_data(
         config=config, dp_rank=dp_rank, pins=device.type == "cuda", collate=collate, dataset=name, **fields
     )
     if isinstance(dataset, DataLoader) or not (_is_map_style(dataset) or hasattr(dataset, "__iter__")):
-        raise ValueError(
+        raise DataError(
             f"{name}: found {type(dataset).__name__}, expected a dataset of (inputs, targets)\n"
             "  fix: return what has __getitem__ and __len__, or __iter__; the program makes the batches"
         )
@@ -261,7 +264,7 @@ def repeated_batches(drawn: Sequence[tuple[Batch, Position]], config: Config, st
 def map_style_batches(dataset: Dataset[Any], reading: Reading, start: Position = Position()) -> Stream:
     """Batches of a dataset with `__getitem__` and `__len__`.
 
-    Raises: ValueError when it has fewer samples than one global batch.
+    Raises: DataError when it has fewer samples than one global batch.
     """
     n_samples, size = len(dataset), reading.config.global_batch_size  # type: ignore[arg-type]
     if n_samples < size:
@@ -321,7 +324,7 @@ class _SeededSamples(Dataset[Any]):
 def iterable_batches(dataset: Any, reading: Reading, start: Position = Position()) -> Stream:
     """Batches of a dataset that can only be iterated.
 
-    Raises: ValueError when an epoch has fewer samples than one global batch.
+    Raises: DataError when an epoch has fewer samples than one global batch.
     """
     size = reading.config.global_batch_size
     for epoch in count(start.epoch):
@@ -383,8 +386,8 @@ def _handed_over(batch: Batch, position: Position, copied: torch.cuda.Event) -> 
     return batch, position
 
 
-def _too_small(found: str, size: int) -> ValueError:
-    return ValueError(
+def _too_small(found: str, size: int) -> DataError:
+    return DataError(
         f"the dataset: found {found} samples, expected at least one global batch ({size})\n"
         "  fix: more data, or a plan for a smaller --global-batch"
     )

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from .parity import Differences
+from .refusal import OptionError
 
 GIB = 2**30
 BAR_WIDTH = 10
@@ -185,7 +186,7 @@ class MetricLog:
         self, *, rank: int, jsonl: Path | None = None, tensorboard: Path | None = None, n_steps: int | None = None
     ) -> None:
         if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
+            raise OptionError(
                 f"--tensorboard {tensorboard}: the package tensorboard is not installed\n"
                 "  fix: pip install tensorboard, or write --log-jsonl FILE"
             )

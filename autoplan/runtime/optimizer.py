@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .refusal import Refusal
 from .zero import local_part
 
 LEARNING_RATE = 3e-4
@@ -19,8 +20,8 @@ _TAKES = (
 )
 
 
-class OptimizerError(SystemExit):
-    """What build_optimizer returned cannot train; ends the program with the message and a non-zero exit code."""
+class OptimizerError(Refusal):
+    """What build_optimizer returned cannot train."""
 
 
 class _AdamW(torch.optim.AdamW):

@@ -10,20 +10,21 @@ import torch
 import torch.distributed as dist
 
 from .config import Config
+from .refusal import Refusal
 
 GIB = 2**30
 
 
-class WorldSizeError(SystemExit):
-    """The number of processes is not the plan's; ends the program with the message and a non-zero exit code."""
+class WorldSizeError(Refusal):
+    """The number of processes is not the plan's."""
 
 
-class DeviceCountError(SystemExit):
-    """A host has fewer GPUs than processes; ends the program with the message and a non-zero exit code."""
+class DeviceCountError(Refusal):
+    """A host has fewer GPUs than processes."""
 
 
-class DeviceMemoryError(SystemExit):
-    """A device has less memory than planned; ends the program with the message and a non-zero exit code."""
+class DeviceMemoryError(Refusal):
+    """A device has less memory than planned."""
 
 
 def world_size() -> int:
@@ -45,11 +46,9 @@ def check_world_size(config: Config) -> None:
     if found != config.n_ranks:
         devices = "one device" if found == 1 else f"{found} devices"
         raise WorldSizeError(
-            _said_once_per_host(
-                f"planned: {config.n_ranks} processes (pp {config.pp} x dp {config.dp} x tp {config.tp}); found: "
-                f"{found}\n  fix: start it with torchrun --nproc-per-node such that nodes x processes = "
-                f"{config.n_ranks}, or plan again for {devices}"
-            )
+            f"planned: {config.n_ranks} processes (pp {config.pp} x dp {config.dp} x tp {config.tp}); found: "
+            f"{found}\n  fix: start it with torchrun --nproc-per-node such that nodes x processes = "
+            f"{config.n_ranks}, or plan again for {devices}"
         )
 
 
@@ -61,16 +60,9 @@ def check_device_count() -> None:
     found, expected = n_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if found < expected:
         raise DeviceCountError(
-            _said_once_per_host(
-                f"--device cuda: found {found} GPUs on this host; expected: {expected}, one for each process\n"
-                "  fix: start it where they are, or try it with --device cpu"
-            )
+            f"--device cuda: found {found} GPUs on this host; expected: {expected}, one for each process\n"
+            "  fix: start it where they are, or try it with --device cpu"
         )
-
-
-def _said_once_per_host(message: str) -> str | int:
-    """What ends the program, which prints a message: every process of the host would print the same one."""
-    return message if os.environ.get("LOCAL_RANK", "0") == "0" else 1
 
 
 def check_device_memory(planned_bytes: int, *, free_bytes: int) -> None:

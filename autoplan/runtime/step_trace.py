@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from .mesh import RankMesh
+from .refusal import OptionError
 from .step_profile import STEP_MARK, StepProfile, profile_of_trace
 
 
@@ -33,7 +34,7 @@ class StepTrace:
 
     All ranks must trace the same steps. `n_steps` is how many the run has.
 
-    Raises: ValueError when it has not all of `steps`.
+    Raises: OptionError when it has not all of `steps`.
 
     Attributes:
         found: where the time of the last of them went on this rank; None until then.
@@ -41,7 +42,7 @@ class StepTrace:
 
     def __init__(self, steps: range, folder: Path, mesh: RankMesh, *, n_steps: int) -> None:
         if steps.stop > n_steps:
-            raise ValueError(
+            raise OptionError(
                 f"--profile-steps: found {steps.start}:{steps.stop}, expected steps below --steps = {n_steps}"
             )
         self._steps, self._path, self._mesh = steps, folder / f"rank{mesh.rank}.json.gz", mesh

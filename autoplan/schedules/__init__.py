@@ -17,7 +17,6 @@ gpipe, one_f_one_b, interleaved and zero_bubble_v are schedules.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,6 @@ Schedule = tuple[tuple[Action, ...], ...]
 KINDS = "FBIW"  # of action
 WHOLE, SPLIT = "FB", "FIW"  # the kinds of one schedule
 GRADIENT_KINDS = "BW"  # of these, the ones that make gradients of weights and end the life of activations
-IN_TEXT = re.compile(r"(\d+)([FBIW])(\d+)", flags=re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ KEPT_SCHEDULES = 256  # a search asks for the same few again and again
 
 @lru_cache(maxsize=KEPT_SCHEDULES)
 def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int = 1) -> OrderedSchedule:
-    """The schedule called `name`, checked as `check_schedule` does, and an order to replay it in.
+    """The schedule called `name`, checked, and an order to replay it in; see `checked_order`.
 
     Raises: UsageError if no schedule has this name; InputError if it does not exist for these numbers.
     """
@@ -136,8 +134,7 @@ def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks:
         if count < 1:
             raise InputError.of(f"mesh.{field}", found=count, expected="at least 1", fix=f"set {field} to 1 or more")
     schedule = kind.build(n_ranks, n_chunks, n_micro_batches)
-    _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    order, needed = _in_order(schedule, n_stages=n_ranks * n_chunks)
+    order, needed = checked_order(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
     ranks = stage_ranks(schedule)
     owners = [ranks[action.stage] for action in order]
     before = _before(owners)
@@ -235,11 +232,21 @@ def result_boundary(stage: int, kind: str) -> int:
     return stage if kind == "F" else stage - 1
 
 
-def _in_order(schedule: Schedule, *, n_stages: int) -> tuple[list[Action], list[int | None]]:
-    """In rounds, as torch calls sends and receives: in each, every rank whose input is computed does one action.
+def checked_order(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> tuple[list[Action], list[int | None]]:
+    """All actions of a schedule that is complete and can run, and for each the place of the one that it waits for.
 
-    All actions, and for each the place of the one that it waits for.
+    Every stage x micro-batch runs forward and backward exactly once, on its own rank, and no rank waits for ever.
+    There are as many micro-batches as the largest number says, and each stage takes them in order. Either all backward
+    passes are split, or none is.
+
+    Raises: InputError, which names the place, for any other schedule.
     """
+    _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
+    return _in_order(schedule, n_stages=n_ranks * n_chunks)
+
+
+def _in_order(schedule: Schedule, *, n_stages: int) -> tuple[list[Action], list[int | None]]:
+    """In rounds, as torch calls sends and receives: in each, every rank whose input is computed does one action."""
     stage_kinds = product(range(n_stages), KINDS)
     sources = {(stage, kind): dependency(Action(stage, kind, 0), n_stages) for stage, kind in stage_kinds}
     order: list[Action] = []
@@ -308,17 +315,6 @@ def _sendrecvs(before: Sequence[int | None], awaited: Sequence[int | None]) -> t
     return tuple(found)
 
 
-def check_schedule(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
-    """Raise InputError, which names the place, unless the schedule is complete and can run.
-
-    Every stage x micro-batch runs forward and backward exactly once, on its own rank, and no rank waits for ever.
-    There are as many micro-batches as the largest number says, and each stage takes them in order. Either all backward
-    passes are split, or none is.
-    """
-    _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    _in_order(schedule, n_stages=n_ranks * n_chunks)
-
-
 def _check_complete(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
     if len(schedule) != n_ranks:
         raise InputError.of("schedule", found=f"{len(schedule)} ranks", expected=f"{n_ranks}", fix="one row per rank")
@@ -367,9 +363,3 @@ def _check_places(schedule: Schedule, *, n_stages: int, kinds: str) -> None:
 def _refuse(schedule: Schedule, rank: int, position: int, *, expected: str, fix: str) -> NoReturn:
     where, found = f"schedule: rank {rank}, action {position}", str(schedule[rank][position])
     raise InputError.of(where, found=found, expected=expected, fix=fix)
-
-
-def read_action(text: str) -> Action | None:
-    """The action that prints as `text`; None when there is none."""
-    match = IN_TEXT.fullmatch(text)
-    return None if match is None else Action(int(match[1]), match[2], int(match[3]))

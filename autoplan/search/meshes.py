@@ -190,18 +190,12 @@ def significant_bits(number: int) -> int:
     return len(bin(number)[2:].rstrip("0"))
 
 
-def enumerate_meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
-    """All meshes of the space that the options allow, in a fixed order.
-
-    Raises: InfeasibleError, naming the numbers that would work, if there is none.
-    """
-    return list_meshes(space, options)[0]
-
-
 def list_meshes(
     space: SearchSpace, options: Options, *, is_late: Callable[[], bool] = lambda: False
 ) -> tuple[tuple[Mesh, ...], bool]:
-    """`enumerate_meshes` until it is late, and whether these are all; what uses most devices is listed first.
+    """The meshes of the space that the options allow, in a fixed order, and whether these are all.
+
+    Once it is late no more are listed; what uses most devices is listed first.
 
     Raises: InfeasibleError, naming the numbers that would work, if there is none.
     """

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autoplan.checks.options import nearest
-from autoplan.errors import InputError
+from autoplan.errors import InputError, UsageError
 from autoplan.tracing.hugging_face_templates import CAUSAL, IMAGE_CLASSES, MASKED, MODEL, SEQ_TO_SEQ, SEQUENCE_CLASSES
 from autoplan.user_cache import cache_folder
 
@@ -186,7 +186,7 @@ def _with_overrides(
         if not hasattr(known, name):
             names = [key for key in known.to_dict() if not key.startswith("_") and key not in parts]
             names = sorted([*names, *(f"{key}.NAME" for key in parts)])
-            raise InputError.of(
+            raise UsageError.of(
                 f"{PREFIX}{path}: --set {where}{name}",
                 found=f"{where}{name}={value}",
                 expected=f"{'' if where else 'context, or '}a field of {config_class.__name__}: {', '.join(names)}",

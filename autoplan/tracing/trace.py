@@ -42,6 +42,7 @@ from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.host_reads import waiting_place
 from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.local_modules import check_model_file, search_beside
+from autoplan.tracing.model_building import build_users_model
 from autoplan.tracing.operand_dtypes import check_operands
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
@@ -50,7 +51,7 @@ from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
-from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, made_batch, trace_failure, user_frame
+from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, made_batch, trace_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:
     return ModelSource(
         name=path.stem,
         where=str(path),
-        build_model=lambda: _build(module.build_model, overrides, path),
+        build_model=lambda: build_users_model(module.build_model, overrides, path),
         make_batch=module.make_batch,
         loss_fn=getattr(module, "loss_fn", None),
         has_overrides=bool(overrides),
@@ -358,28 +359,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-# ---------------------------------------------------------------- errors of the user's code
-
-
-_WITH_VALUES = "\n  expected: build_model{} to accept these --set values\n  fix: give values the model file knows"
-_WITHOUT_VALUES = "\n  expected: build_model{} to build the model without arguments\n  fix: correct it"
-
-
-def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:
-    try:
-        return build_model(**overrides)
-    except USERS_ERRORS as error:
-        if not isinstance(error, TypeError) or "got an unexpected keyword argument" not in str(error):
-            raise InputError(
-                f"{path}: build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) failed:"
-                f" {user_frame(error, path)}"
-                + (_WITH_VALUES if overrides else _WITHOUT_VALUES).format(inspect.signature(build_model))
-            ) from error
-        raise InputError.of(
-            f"{path}: build_model",
-            found=f"--set {' '.join(f'{k}={v}' for k, v in overrides.items())} ({error})",
-            expected=f"build_model{inspect.signature(build_model)}",
-            fix="use a name that build_model accepts",
-        ) from error

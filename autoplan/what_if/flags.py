@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autoplan.checks.options import parse_overrides, parse_prices
@@ -15,63 +16,67 @@ OWN_LINK = "own"  # how --host-link calls the links of the hardware profile
 OPTIONS = ("global_batch", "precision", "fix")  # fields of `Options` that a whatif.toml names, too
 
 
-def flag_tables(
-    *,
-    overrides: Sequence[str] = (),
-    sweeps: Sequence[str] = (),
-    hw: str | None = None,
-    hosts: str | None = None,
-    batches: str | None = None,
-    precisions: str | None = None,
-    scales: str | None = None,
-    links: str | None = None,
-    nics: str | None = None,
-    nvlink: str | None = None,
-    scaling: str | None = None,
-    search: str | None = None,
-    fix: Sequence[str] = (),
-    n_tokens: float | None = None,
-    n_samples: float | None = None,
-    prices: Sequence[str] = (),
-    prices_file: str | None = None,
-    rent: str | None = None,
-    given: Sequence[str] = (),
-) -> Table:
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What was written behind the flags of a command, as it stands there; None, or empty, where one was not given."""
+
+    overrides: Sequence[str] = ()
+    sweeps: Sequence[str] = ()
+    hw: str | None = None
+    hosts: str | None = None
+    batches: str | None = None
+    precisions: str | None = None
+    scales: str | None = None
+    links: str | None = None
+    nics: str | None = None
+    nvlink: str | None = None
+    scaling: str | None = None
+    search: str | None = None
+    fix: Sequence[str] = ()
+    n_tokens: float | None = None
+    n_samples: float | None = None
+    prices: Sequence[str] = ()
+    prices_file: str | None = None
+    rent: str | None = None
+    given: Sequence[str] = ()
+
+
+def flag_tables(flags: Flags) -> Table:
     """The tables that the flags stand for; a flag that was not given is absent."""
-    links_named = None if links is None else ["" if name == OWN_LINK else name for name in _words(links, "--host-link")]
+    links = None if flags.links is None else _words(flags.links, "--host-link")
     found: Table = {
         "workload": _present(
             {
-                "set": parse_overrides(overrides) or None,
-                "sweep": dict(map(_sweep, sweeps)) or None,
-                "tokens": n_tokens,
-                "samples": n_samples,
-                "global_batch": _numbers(batches, "--global-batch", int),
-                "precision": None if precisions is None else _precisions(precisions),
-                "scaling": scaling,
-                "search": search,
-                "fix": ",".join(fix) or None,
+                "set": parse_overrides(flags.overrides) or None,
+                "sweep": dict(map(_sweep, flags.sweeps)) or None,
+                "tokens": flags.n_tokens,
+                "samples": flags.n_samples,
+                "global_batch": _numbers(flags.batches, "--global-batch", int),
+                "precision": None if flags.precisions is None else _precisions(flags.precisions),
+                "scaling": flags.scaling,
+                "search": flags.search,
+                "fix": ",".join(flags.fix) or None,
             }
         ),
         "clusters": _present(
             {
-                "hw": None if hw is None else _words(hw, "--hw"),
-                "hosts": _numbers(hosts, "--hosts", int),
-                "network_scale": _numbers(scales, "--network-scale", float),
-                "host_link": links_named,
-                "nics": _numbers(nics, "--nics", int),
-                "nvlink": None if nvlink is None else _words(nvlink, "--nvlink"),
+                "hw": None if flags.hw is None else _words(flags.hw, "--hw"),
+                "hosts": _numbers(flags.hosts, "--hosts", int),
+                "network_scale": _numbers(flags.scales, "--network-scale", float),
+                "host_link": links and ["" if name == OWN_LINK else name for name in links],
+                "nics": _numbers(flags.nics, "--nics", int),
+                "nvlink": None if flags.nvlink is None else _words(flags.nvlink, "--nvlink"),
             }
         ),
         "money": _present(
             {
-                "rent": rent,
-                "prices": prices_file,
-                "price": {name: f"{usd!r} USD/h" for name, usd in parse_prices(prices).items()} or None,
+                "rent": flags.rent,
+                "prices": flags.prices_file,
+                "price": {name: f"{usd!r} USD/h" for name, usd in parse_prices(flags.prices).items()} or None,
             }
         ),
     }
-    for text in given:
+    for text in flags.given:
         _put(found, text)
     return found
 

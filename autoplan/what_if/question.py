@@ -52,7 +52,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoplan.checks.options import parse_fix
+from autoplan.checks.options import check_is_named, parse_fix
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware.fields import Table, check_choice, check_keys, did_you_mean, number
 from autoplan.hardware.file import parse_toml, read_path
@@ -117,6 +117,7 @@ def question_of(model: str | Path, tables: Table, *, where: str, options: Option
 
     Raises: InputError naming the field that cannot be used.
     """
+    check_is_named(model)
     if str(model).endswith(".toml"):
         return read_question(model, changes=tables, options=options)
     return parse_question(merged(tables, {"workload": {"model": str(model)}}), where=where, options=options)

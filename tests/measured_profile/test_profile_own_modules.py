@@ -124,12 +124,14 @@ def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, mea
 def test_an_own_module_called_alone_gives_what_it_gives_inside_of_the_model(family, tmp_path, monkeypatch) -> None:
     # the results that it makes, not what it hands on, have the shapes of a plain forward pass of the whole model
     torch = pytest.importorskip("torch")
+    from autoplan import runtime
     from autoplan.measuring_program.own import OwnModel
     from autoplan.measuring_program.timing import tensors_of
     from autoplan.tracing.trace import call_model
 
     (tmp_path / "model.py").write_text((FAMILIES / f"{family}.py").read_text())
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "runtime", runtime)  # beside it in the folder that measures
     monkeypatch.delitem(sys.modules, "model", raising=False)
     graph = api.trace_model(FAMILIES / f"{family}.py")
     paths = {segment.module_path for segment in graph.first_of_kind().values() if segment.is_block}

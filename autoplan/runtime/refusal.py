@@ -1,0 +1,23 @@
+"""How a program ends where what it was given cannot work: with a message that says why, and no traceback."""
+
+from __future__ import annotations
+
+import os
+
+
+class Refusal(SystemExit):
+    """Ends the program with the message and exit code 1.
+
+    Every process comes to the same end: the first of a host says why, the others end with the code alone.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+
+
+class OptionError(Refusal):
+    """An option of the command line asks for what is not there."""
+
+
+class DataError(Refusal):
+    """What the model file gives to train on or to evaluate on cannot be read as batches of the plan."""

@@ -1,0 +1,65 @@
+"""The user's `build_model`, called: numbers that it reads on the meta device, and its errors in the user's terms."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import InputError, UsageError
+from autoplan.user_errors import USERS_ERRORS, user_frame
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_WITH_VALUES = "build_model{} to accept these --set values\n  fix: give values the model file knows"
+_WITHOUT_VALUES = "build_model{} to build the model without arguments\n  fix: correct it"
+_ON_META = (
+    'numbers that have values: build_model runs under torch.device("meta"), where weights have none\n'
+    '  fix: make them in Python, or by torch with device="cpu", as torch.linspace(0, 0.1, 6, device="cpu")'
+)
+_UNKNOWN_NAME = re.compile(r"got an unexpected keyword argument '(\w+)'")
+_LACKS_VALUES = re.compile(r"\bmeta (device type )?tensor")  # of `item`, `tolist` and `cpu`, and of NumPy
+
+
+def build_users_model(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:
+    """What `build_model` of the model file gives for the `--set` values.
+
+    Raises: InputError with the line of the file that failed; UsageError for a value of no such name.
+    """
+    build = functools.partial(build_model, **overrides)
+    try:
+        return _build_knowing_numbers(build)
+    except USERS_ERRORS as error:
+        signature = inspect.signature(build_model)
+        unknown = _UNKNOWN_NAME.search(str(error)) if isinstance(error, TypeError) else None
+        if unknown and unknown[1] in overrides:
+            raise UsageError.of(
+                f"{path}: build_model",
+                found=f"--set {' '.join(f'{k}={v}' for k, v in overrides.items())} ({error})",
+                expected=f"build_model{signature}",
+                fix="use a name that build_model accepts",
+            ) from error
+        called = f"build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())})"
+        expected = (_WITH_VALUES if overrides else _WITHOUT_VALUES).format(signature)
+        if _LACKS_VALUES.search(str(error)):
+            expected = _ON_META
+        raise InputError(f"{path}: {called} failed: {user_frame(error, path)}\n  expected: {expected}") from error
+
+
+def _build_knowing_numbers(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model; on the meta device it may read numbers of small tensors that follow from constants.
+
+    What knows them is imported only where some are read: that takes longer than a small model takes to trace.
+    """
+    try:
+        return build()
+    except RuntimeError as error:
+        if not _LACKS_VALUES.search(str(error)):
+            raise
+    from autoplan.runtime.known_values import build_on_meta
+
+    return build_on_meta(build)
