@@ -240,9 +240,10 @@ def notes_text(answer: Answer) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Mesh and recomputation on one line, or on two when one is too short."""
-    line = f"{describe_mesh(plan.mesh)}, {recompute_text(plan)}"
-    line = line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{recompute_text(plan)}"
+    """Mesh, recomputation and a chunked loss on one line, or on two when one is too short."""
+    kept = recompute_text(plan) + ", chunked loss" * (plan.loss == "chunked")
+    line = f"{describe_mesh(plan.mesh)}, {kept}"
+    line = line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{kept}"
     return f"{line},\n{kind_of_ranks(plan)}: {groups_text(plan)}" if plan.groups else line
 
 
