@@ -741,6 +741,24 @@ def test_what_a_batch_has_for_each_sample_outside_of_tensors_is_refused(trace, b
         trace(source)
 
 
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_a_batch_may_depend_on_what_build_model_has_set(trace):
+    sizes = []
+
+    def build_model():
+        sizes.append(4)
+        return nn.Linear(4, 4)
+
+    source = ModelSource(
+        name="own",
+        where="own.py",
+        build_model=build_model,
+        make_batch=lambda n: (torch.zeros(n, sizes[0]), torch.zeros(n, 4)),
+        loss_fn=nn.functional.mse_loss,
+    )
+    assert trace(source).ops
+
+
 def test_a_batch_of_other_mappings_than_dicts_is_traced_as_dicts():
     class Own(nn.Linear):
         def forward(self, x):

@@ -77,8 +77,8 @@ def trace_modules(source: ModelSource) -> OpGraph:
     _check_memory(source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        check_samples(functools.partial(meta_batch, source), where=source.where)
         model = source.build_model()
+        check_samples(functools.partial(meta_batch, source), where=source.where)
         check_parameters(model, source.where)
         model = in_traced_dtype(model).train()
         first, second = _run(source, model, BATCH_A), _run(source, model, BATCH_B)

@@ -148,7 +148,6 @@ def trace_model(source: ModelSource) -> OpGraph:
 
     Raises: TraceError with the user's file and line when `torch.export` cannot follow the model.
     """
-    check_samples(functools.partial(meta_batch, source), where=source.where)
     first = _trace(source, BATCH_A)
     second = _second_run(source, first) or _trace(source, BATCH_B).run
     try:
@@ -236,7 +235,8 @@ def in_traced_dtype(model: nn.Module) -> nn.Module:
 
 
 def _trace(source: ModelSource, batch_size: int) -> Trace:
-    model, batch = _build_model(source), meta_batch(source, batch_size)
+    model, batch = _build_model(source), meta_batch(source, batch_size)  # in this order, as programs call them
+    check_samples(functools.partial(meta_batch, source), where=source.where)
     with _quiet(), shapes_without_values():
         try:
             with watch_dissolved(model) as dissolved, ValuesAsOperators():
