@@ -177,9 +177,11 @@ def trace_failure(name: str, error: BaseException, model: Any) -> str:
             " and log outside of loss_fn; or use --module-level, which plans without tensor and pipeline parallelism"
         )
     elif wanted := _WANTS_INTEGERS.search(str(error)):
-        found = f"{_dtype_found(wanted)} where integers are needed, as classes or indices"
+        found = f"{_dtype_found(wanted)} where torch.long is needed, as for classes or indices"
         expected = "integers of torch.long" + (" as the targets of this loss" if is_loss else "")
-        fix = f"return {'targets' if is_loss else 'it'} as torch.long from make_batch and the dataset, or write .long()"
+        fix = (
+            f"write .long() in that line, or return {'targets' if is_loss else 'it'} so from make_batch and the dataset"
+        )
         fix += "; or take a loss of floating-point targets, such as F.mse_loss" if is_loss else ""
     elif is_loss and (wanted := _WANTS_FLOATS.search(str(error))):
         found = f"{_dtype_found(wanted)} where floating-point numbers are needed"

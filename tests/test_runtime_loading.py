@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import re
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from autoplan.runtime.batches import local_batch
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
 from autoplan.runtime.refusal import DataError, OptionError
@@ -263,11 +265,12 @@ def test_an_error_on_a_batch_unlike_those_planned_for_says_how_it_differs(sample
     )
     data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0)
     batch = next(data)
-    with (
-        pytest.raises(ValueError, match=rf"model.py: build_dataset: {message}(.|\n)*  the error: of torch"),
-        data.explaining(batch),
-    ):
+    with pytest.raises(RuntimeError, match="^of torch") as caught, data.explaining(batch):
         raise RuntimeError("of torch")
+    assert re.match(rf"model.py: build_dataset: {message}(.|\n)*  fix: if that is why", caught.value.__notes__[0])
+    with pytest.raises(torch.OutOfMemoryError) as caught, data.explaining(batch):
+        raise torch.OutOfMemoryError("of the device")
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_an_error_on_a_batch_like_those_planned_for_stays_as_it_is():
@@ -288,6 +291,10 @@ def test_arrays_become_tensors_whoever_makes_the_batch():
     )
     inputs, targets = next(training_data(model_file, config=CONFIG, dp_rank=1, device=CPU, seed=0))
     assert inputs["x"].shape == (6, 4) and targets.tolist() == [6, 7, 8, 9, 10, 11]
+    inputs, targets = local_batch(model_file.make_batch(12), config=CONFIG, dp_rank=1)
+    assert inputs["x"].shape == (6, 4) and targets.tolist() == [6, 7, 8, 9, 10, 11]
+    _, targets = local_batch((numpy.zeros(12), numpy.arange(12, dtype=">i8")), config=CONFIG, dp_rank=1)
+    assert targets.tolist() == [6, 7, 8, 9, 10, 11]
     inputs, targets = next(evaluation_data(model_file, config=CONFIG, dp_rank=0, device=CPU))
     assert inputs.shape == (6, 4) and targets.shape == (6,)
 

@@ -417,6 +417,19 @@ def test_what_is_written_into_a_known_tensor_is_known_and_what_is_random_makes_i
             numbers.tolist()
 
 
+@pytest.mark.parametrize("write_into", ["parameter", "data"])
+def test_a_tensor_that_is_written_by_another_name_is_not_known(write_into):
+    with torch.device("meta"), KnownValues():
+        numbers = torch.zeros(4)
+        assert numbers.tolist() == [0.0] * 4
+        if write_into == "parameter":
+            nn.init.constant_(nn.Parameter(numbers), 0.5)
+        else:
+            numbers.data = torch.ones(4)
+        with pytest.raises(NotImplementedError, match=NO_VALUES):
+            numbers.tolist()
+
+
 LINEAR = "def build_model():\n    return nn.Linear(4, 4)\n"
 
 
@@ -561,8 +574,8 @@ BCE, NLL = F.binary_cross_entropy_with_logits, F.nll_loss
 @pytest.mark.parametrize(
     ("loss_fn", "targets", "found"),
     [
-        (F.cross_entropy, torch.zeros(2), "floating-point numbers where integers(.|\n)*torch.long(.|\n)*F.mse_loss"),
-        (NLL, torch.zeros(2, dtype=torch.uint8), "uint8 where integers are needed"),
+        (F.cross_entropy, torch.zeros(2), "floating-point numbers where torch.long(.|\n)*torch.long(.|\n)*F.mse_loss"),
+        (NLL, torch.zeros(2, dtype=torch.uint8), "uint8 where torch.long is needed"),
         (BCE, torch.zeros(2, 4, dtype=torch.int64), "int64 where floating(.|\n)*fix: return targets as floats"),
         (BCE, torch.zeros(2, 4, dtype=torch.bool), "bool where floating-point numbers are needed"),
         (F.cross_entropy, torch.zeros(2, 4, dtype=torch.int64), "another dtype where floating(.|\n)*F.cross_entropy"),
@@ -602,7 +615,8 @@ def test_classes_and_shares_of_classes_are_targets_of_a_cross_entropy(targets):
 def test_a_number_where_forward_looks_up_a_row_is_told_to_be_an_integer():
     source = module_source(nn.Embedding(4, 4), (torch.zeros(2, 4), torch.zeros(2)), lambda y, _: y.mean())
     with pytest.raises(
-        TraceError, match="found: floating-point numbers where integers(.|\n)*as torch.long from make_batch"
+        TraceError,
+        match=r"found: floating-point numbers where torch.long(.|\n)*write .long\(\) in that line, or return it so",
     ):
         trace_model(source)
 
@@ -725,6 +739,7 @@ def test_dataclasses_may_be_inputs_targets_and_outputs_with_arrays_in_their_fiel
         (lambda n: (["text"] * n, torch.zeros(n, 4)), "inputs: found 'a list of text'(.|\n)*tokenizer"),
         (lambda n: ({"input": torch.zeros(n, 4), "of": ("text",) * n}, None), "inputs.of: found 'a tuple of text'"),
         (lambda n: (numpy.array(["text"] * n), None), "inputs: found 'an array of <U4'"),
+        (lambda n: (numpy.zeros((n, 4), dtype=numpy.longdouble), None), "inputs: found 'an array of (float|long)"),
         (lambda n: (torch.zeros(n, 4), [1.0] * n), r"targets: found 'a list of numbers(.|\n)*torch.tensor\(\[...\]\)"),
         (lambda n: (torch.zeros(n, 4), {"ids": [[1] * i for i in range(n)]}), "targets.ids: found 'a list of numbers"),
     ],
@@ -739,6 +754,19 @@ def test_what_a_batch_has_for_each_sample_outside_of_tensors_is_refused(trace, b
     )
     with pytest.raises(InputError, match=rf"own.py: make_batch\(2\): {found}"):
         trace(source)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32"])
+def test_a_dtype_that_no_operator_of_a_graph_has_is_refused(kind):
+    source = ModelSource(
+        name="own",
+        where="own.py",
+        build_model=lambda: nn.Linear(4, 4),
+        make_batch=lambda n: (numpy.zeros((n, 4), dtype=kind), torch.zeros(n, 4)),
+        loss_fn=nn.functional.mse_loss,
+    )
+    with pytest.raises(InputError, match=rf"own.py: make_batch\(2\)(.|\n)*torch.{kind}(.|\n)*astype\('int64'\)"):
+        trace_model(source)
 
 
 @pytest.mark.parametrize("trace", [trace_model, trace_modules])

@@ -8,8 +8,9 @@ With n slices of the rows, a head of x: [row, hidden] and W: [class, hidden], an
               + x's gradient and dW read and written once, when the gradient of the loss is known
     saved     what the other ops keep + x's gradient + dW
     working   as of the other ops, or one slice: logits, their log-softmax and two gradients of its size (compiled,
-              logits and their gradient: 1.05 GB of 2048 rows and 128,256 classes, benchmarks/chunked_rows.py), and
-              what the product keeps inside itself (the copy of W with padding of a padded head)
+              logits and their gradient: 1.05 GB of 2048 rows and 128,256 classes, benchmarks/chunked_rows.py; of a
+              split loss its probabilities in float32 too), and what the product keeps inside itself (the copy of W
+              with padding of a padded head)
 
 The gradients are computed in the forward pass, but all time is counted where the whole loss has it: a last segment runs
 backward right after forward under most schedules, and always both before the step ends.
@@ -132,7 +133,10 @@ def chunked_working_bytes(context: WorkContext, segment: LocalSegment, sliced: S
 def _slice_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
     """What is alive while the largest slice is computed: of the size of its logits, and inside the product."""
     item_bytes = DTYPE_BYTES[COMPUTE_DTYPES[context.precision]]
-    of_loss = item_bytes if context.is_compiled else N_SLICE_TENSORS * max(item_bytes, DTYPE_BYTES["float32"])
-    n_classes = segment.ops[sliced.indices[-1]].operands[0].at(batch_size)[1]
+    precise_bytes, loss = max(item_bytes, DTYPE_BYTES["float32"]), segment.ops[sliced.indices[-1]]
+    of_loss = N_SLICE_TENSORS * precise_bytes
+    if context.is_compiled:
+        of_loss = item_bytes + (precise_bytes if loss.all_reduce_elements else 0)
+    n_classes = loss.operands[0].at(batch_size)[1]
     n_elements = min(_n_rows(segment, sliced, batch_size), sliced.slice_rows) * n_classes
     return n_elements * (item_bytes + of_loss) + inside_bytes(context, segment.ops[sliced.indices[0]], batch_size)

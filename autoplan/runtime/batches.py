@@ -54,7 +54,7 @@ def tensors_in_place(value: Any) -> Any:
     """`value` with tensors in place of NumPy's arrays of numbers."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return torch.from_numpy(value.copy()) if value.dtype.kind in "biufc" else value
+        return torch.from_numpy(value.astype(value.dtype.newbyteorder("="))) if value.dtype.kind in "biufc" else value
     return _with_items(value, tensors_in_place)
 
 
@@ -134,7 +134,7 @@ def _with_text(value: Any, n_samples: int | None, samples: slice) -> Any:
 def local_batch(batch: Batch, *, config: Config, dp_rank: int) -> Batch:
     """The samples of one data-parallel rank of a global batch."""
     own = config.samples_of(dp_rank)
-    return batch_slice(batch, own.start, own.stop)
+    return batch_slice(tensors_in_place(batch), own.start, own.stop)
 
 
 def micro_batches(batch: Batch, config: Config, *, dp_rank: int) -> list[Batch]:

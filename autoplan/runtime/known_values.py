@@ -37,18 +37,23 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, max_elements: int = MAX_ELEMENTS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._max_elements = max_elements
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the meta tensor, which is kept alive
+        # By id of the meta tensor, which is kept alive: that, its values, and what memory it had then.
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def remember(self, meta: torch.Tensor, value: torch.Tensor) -> None:
         """The values of a meta tensor."""
-        self._known[id(meta)] = meta, value
+        self._known[id(meta)] = meta, value, _memory(meta)
+
+    def _knows(self, meta: torch.Tensor) -> bool:
+        """Whether its values are known, and it has not been given other memory since, as by `x.data = y`."""
+        return id(meta) in self._known and self._known[id(meta)][2] == _memory(meta)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         metas = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_meta(leaf)]
-        is_known = all(id(meta) in self._known for meta in metas) and not _is_random(func)
+        is_known = all(map(self._knows, metas)) and not _is_random(func)
         if is_known and metas and _is_read(func, kwargs):
             return func(*self._real(args), **self._real(kwargs))
         result = func(*args, **kwargs)
@@ -58,16 +63,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor, value in zip(made, (v for v in values if isinstance(v, torch.Tensor)), strict=True):
                 self.remember(tensor, value)
         elif func._schema.is_mutable:
-            for meta in metas:
-                self._forget(meta)
+            written = set(map(_memory, metas))  # whoever has it: `nn.Parameter(x)` is another tensor than x
+            self._known = {key: known for key, known in self._known.items() if known[2] not in written}
         return result
-
-    def _forget(self, written: torch.Tensor) -> None:
-        """No longer know a tensor, and what shares its memory."""
-        if id(written) in self._known:
-            memory = self._known[id(written)][1].untyped_storage().data_ptr()
-            known = self._known.items()
-            self._known = {key: pair for key, pair in known if pair[1].untyped_storage().data_ptr() != memory}
 
     def _real(self, arguments: Any) -> Any:
         def real(leaf: Any) -> Any:
@@ -76,6 +74,10 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
         return pytree.tree_map(real, arguments)
+
+
+def _memory(meta: torch.Tensor) -> int:
+    return int(meta.untyped_storage()._cdata)
 
 
 def _is_meta(value: Any) -> bool:

@@ -23,6 +23,8 @@ _TAKES = (
 class OptimizerError(Refusal):
     """What build_optimizer returned cannot train."""
 
+    may_be_of_one_rank = True
+
 
 class _AdamW(torch.optim.AdamW):
     """AdamW whose kernels are handed plain tensors: the elements that this rank holds.

@@ -246,7 +246,7 @@ class ParallelModel(nn.Module):
         """
         if self._graph is not None:
             self._graph.forget_seen()
-        batches = self._micro_batches(batch)
+        batches = self._micro_batches(tensors_in_place(batch))
         self._count_targets(batches)
         self.stages.eval()
         with unchanged_buffers(self.stages):  # generated code counts batches whatever the mode

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 
 
 class Refusal(SystemExit):
     """Ends the program with the message and exit code 1.
 
-    Every process comes to the same end: the first of a host says why, the others end with the code alone.
+    Where every process comes to the same end, the first of a host says why, and the others end with the code alone.
     """
 
+    may_be_of_one_rank: ClassVar[bool] = False
+
     def __init__(self, message: str) -> None:
-        super().__init__(message if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+        speaks = self.may_be_of_one_rank or os.environ.get("LOCAL_RANK", "0") == "0"
+        super().__init__(message if speaks else 1)
 
 
 class OptionError(Refusal):
@@ -21,3 +25,5 @@ class OptionError(Refusal):
 
 class DataError(Refusal):
     """What the model file gives to train on or to evaluate on cannot be read as batches of the plan."""
+
+    may_be_of_one_rank = True

@@ -24,9 +24,7 @@ EVERY = 100  # steps, in which differences grew threefold there
 def equalize_replicas(
     parameters: Sequence[NamedParameter], optimizer: torch.optim.Optimizer, tp: ProcessGroup | None, *, step: int
 ) -> None:
-    """In every so manieth step, give all tensor-parallel ranks the replicated parameters and optimizer state of the
-    first of them.
-    """
+    """Every `EVERY` steps, give all tensor-parallel ranks the first's replicated parameters and optimizer state."""
     if tp is not None and step % EVERY == EVERY - 1:
         for tensor in _replicated(parameters, optimizer):
             dist.broadcast(tensor, group=tp, group_src=0)

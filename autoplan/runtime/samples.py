@@ -89,18 +89,20 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def naming_differences(batch: Batch, model_file: Any, *, dataset: str) -> Iterator[None]:
-    """Say of an error how the batch differs from those that were planned for, where it does."""
+    """Note on an error how the batch differs from those that were planned for, where it does."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except FAILURES as error:
         planned = tensors_in_place(model_file.make_batch(1)) if hasattr(model_file, "make_batch") else ()
         different = _difference(batch, planned)
-        if not different:
-            raise
-        raise ValueError(
-            f"model.py: {dataset}: {different}\n  expected: batches like those of make_batch, which were planned for\n"
-            f"  fix: change the dataset (or collate), or change make_batch and plan again\n  the error: {error}"
-        ) from error
+        if different:
+            error.add_note(
+                f"model.py: {dataset}: {different}\n  fix: if that is why, change the dataset (or collate), or change"
+                " make_batch and plan again"
+            )
+        raise
 
 
 def _difference(found: Any, planned: Any) -> str:

@@ -25,7 +25,8 @@ def as_given(value: Any) -> Any:
     if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return torch.from_numpy(value.copy()) if value.dtype.kind in "biufc" else value
+        is_of_torch = value.dtype.kind in "biufc" and value.dtype != numpy.longdouble
+        return torch.from_numpy(value.astype(value.dtype.newbyteorder("="))) if is_of_torch else value
     if isinstance(value, Mapping):
         return {key: as_given(item) for key, item in value.items()} if _is_plain(value) else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -22,7 +22,8 @@ _ON_META = (
     '  fix: make them in Python, or by torch with device="cpu", as torch.linspace(0, 0.1, 6, device="cpu")'
 )
 _UNKNOWN_NAME = re.compile(r"got an unexpected keyword argument '(\w+)'")
-_LACKS_VALUES = re.compile(r"\bmeta (device type )?tensor")  # of `item`, `tolist` and `cpu`, and of NumPy
+# Of `item`, `tolist` and `cpu`, of NumPy, of a format, and of what counts values, as `nonzero`.
+_LACKS_VALUES = re.compile(r"\b[Mm]eta (device type )?tensor|Tensor\.__format__|register_meta")
 
 
 def build_users_model(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:

@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
-from autoplan.graph import IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
+from autoplan.graph import DTYPE_BYTES, IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
 from autoplan.tracing.batches import as_given, check_samples, plain
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
@@ -330,6 +330,13 @@ def meta_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
                 found=f"a tensor of shape {list(value.shape)}",
                 expected=f"first dim = batch size {batch_size}",
                 fix="put the batch dim first in every tensor of the batch",
+            )
+        if str(value.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+            raise InputError.of(
+                where,
+                found=f"a tensor of {value.dtype}",
+                expected=f"one of {', '.join(DTYPE_BYTES)}",
+                fix="write .long(), or .astype('int64') of an array, in make_batch and in the dataset",
             )
         return torch.empty_like(value, device="meta", dtype=DTYPE if value.is_floating_point() else value.dtype)
 
