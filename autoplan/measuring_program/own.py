@@ -107,7 +107,7 @@ class OwnModel:
     def _captured(self, batch_size: int) -> dict[str, list[Recorded]]:
         """Every call of the wanted blocks, in one pass of the whole model."""
         model = self._model
-        batch, _ = self._file.make_batch(batch_size)
+        batch, _ = importlib.import_module("runtime.batches").tensors_in_place(self._file.make_batch(batch_size))
         known = self._known_values.KnownValues()
         batch = dict(batch) if isinstance(batch, Mapping) else batch  # as programs give it to the model
         inputs = _mapped(batch, functools.partial(_meta, dtype=self._dtype, known=known))
@@ -149,8 +149,6 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if type(value).__name__ == "ndarray":
-        return change(torch.from_numpy(value.copy()))
     if isinstance(value, UNCHANGING) or callable(value):
         return value
     if type(value) in (tuple, list):

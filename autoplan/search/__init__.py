@@ -259,9 +259,10 @@ def _improve_alternatives(state: SearchState) -> None:
             consider(state, index, stages)
     replayed = {best}
     n_most = 2 * state.options.top  # of alike ones only the first is shown
-    while others := [index for index in state.ranking()[: n_most + 1] if index not in replayed]:
+    while waiting := [index for index in state.ranking()[: n_most + 1] if index not in replayed]:
         if state.is_late():
             return
-        replayed.add(others[0])
-        if state.meshes[others[0]].n_chunks == 1:
-            replay_cuts(state, others[0], limit_s=state.plans[others[0]].estimate.step_s)
+        index = waiting[0]
+        replayed.add(index)
+        if state.meshes[index].n_chunks == 1:
+            replay_cuts(state, index, limit_s=state.plans[index].estimate.step_s)
