@@ -118,7 +118,7 @@ class TrainingData:
     """One data-parallel rank's batches, step after step, from a position that can be kept and set.
 
     `stream` gives the batches from a position on. On a GPU the next batch is copied there while a step runs.
-    Under `explaining(batch)` an error says what is wrong with the batch, if anything is.
+    Under `explaining(batch)` an error has a note on how the batch differs from those planned for, if it does.
     """
 
     def __init__(
