@@ -4,6 +4,7 @@ import glob
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -281,6 +282,16 @@ def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
     [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
     watch.join(10.0)
     assert connected_by == [threading.get_ident()]
+
+
+def test_the_watch_for_hangs_does_not_wait_for_a_store_whose_rank_has_ended(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setattr(hang_watch, "CONNECTION_S", 0.5)
+        with pytest.raises(torch.distributed.DistError):
+            watch_for_hangs(SimpleNamespace(config=Config(dp=2)), limit_s=600.0)
 
 
 @pytest.mark.parametrize(

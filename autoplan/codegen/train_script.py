@@ -91,7 +91,6 @@ def main():
     model = ParallelModel(config, model_file, {parallel_model}, mesh=mesh, **options)
     reading = {{"config": config, "dp_rank": mesh.dp_rank, "device": mesh.device, "n_workers": arguments.workers}}
     run = evaluation = trace = None
-    watch_for_hangs(model, limit_s=arguments.timeout)
     if arguments.eval_every:
         data = evaluation_data(model_file, **reading)
         evaluation = Evaluation(model, data, every=arguments.eval_every, n_batches=arguments.eval_batches)
@@ -106,6 +105,7 @@ def main():
         run = Run(model, arguments, data=data)
         steps = train_steps(model, data, n_steps=arguments.steps, planned=PLANNED, trace=trace)
 
+    watch_for_hangs(model, limit_s=arguments.timeout)
     done = []
     is_kept = arguments.check or arguments.out_json is not None
     with log, run or contextlib.nullcontext():

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from .parallel import ParallelModel
 from .process_group import OTHERS_FIRST_S
 
+CONNECTION_S = 30.0  # the store is up, since the ranks met in it, unless the rank that holds it has ended already
 LOOKS_PER_LIMIT = 10
 MAX_INTERVAL_S = 5.0
 _RUNTIME = Path(__file__).parent
@@ -51,12 +52,14 @@ class Whereabouts:
 def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
     """End the job, with a message that names the rank, once this rank has waited `limit_s` within one step.
 
-    Only under a launcher, whose store outlives the ranks; in one process nobody waits.
+    Only under a launcher, in whose store the ranks have met; in one process nobody waits.
+    Raises: torch's DistError when that store is gone: the rank that held it has ended.
     """
     if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         # Connected here: a thread that still waits for the launcher when the interpreter ends aborts the process.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=limit_s))
+        timeout = timedelta(seconds=min(limit_s, CONNECTION_S))
+        store = TCPStore(address, port, is_master=False, timeout=timeout)
         watch = (model, threading.get_ident(), store, limit_s)
         threading.Thread(target=_watch, args=watch, name="hang watch", daemon=True).start()
 
