@@ -19,9 +19,12 @@ from autoplan.checks.plan import check_plan
 from autoplan.codegen import config_values
 from autoplan.cost.price import make_pricer
 from autoplan.errors import InputError, UsageError
+from autoplan.graph import GraphFacts
 from autoplan.hardware import load_hardware_profile
+from autoplan.measured_profile.segment_key import WHOLE, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh, StagePlan
+from autoplan.parallel_plan import Execution, Mesh, StagePlan
 from autoplan.rules import load_rules
 from autoplan.runtime.chunked_loss import defer_products
 from autoplan.search import search
@@ -52,7 +55,7 @@ def test_logits_that_are_converted_before_the_loss_stay_whole():
 
 def assert_equal_to_one_process(tmp_path, monkeypatch, cases, *, n_ranks, check=check_chunked_programs):
     """With slices of 5 rows, which divide nothing, and with logits that are never whole."""
-    monkeypatch.setattr(ChunkedHead, "slice_rows", 5)
+    monkeypatch.setattr(ChunkedHead, "slice_rows", lambda head, *, is_compiled: 5)
     rows = write_programs(tmp_path, cases)
     for differences in run_ranks(check, n_ranks, str(tmp_path), rows, N_STEPS, timeout_s=400.0):
         assert set(differences) == set(cases)
@@ -146,9 +149,17 @@ def large():
     return trace_model(model_source(LLAMA, LARGE))
 
 
-def head_costs(graph, *, precision="bf16", size=1, loss=None, compiles=False):
-    price = make_pricer(graph, hardware=PROFILE, precision=precision, shardings={}, rules=load_rules(), loss=loss)
+def head_costs(graph, *, precision="bf16", size=1, compiles=False, **options):
+    price = make_pricer(graph, hardware=PROFILE, precision=precision, shardings={}, rules=load_rules(), **options)
     return price(Mesh(micro_batch_size=size, compile=compiles)).costs[graph.segments[-1].kind]
+
+
+def measured_head_costs(graph, whole):
+    """Where the whole loss was measured compiled."""
+    n_bytes = (whole.saved_bytes, whole.working_bytes)
+    content = content_key(graph, GraphFacts.of(graph), graph.segments[-1])
+    row = SegmentTime(content, WHOLE, 1, "", 1, 3e-3, 9e-3, 5e-3, 4e-3, *n_bytes, execution=Execution(compile=True))
+    return head_costs(graph, compiles=True, measured=MeasuredProfile((row,), None, "toy"))
 
 
 def test_saved_bytes_are_those_of_the_tensors_that_autograd_keeps():
@@ -185,8 +196,9 @@ def test_a_chunked_loss_keeps_gradients_in_place_of_logits_and_takes_a_little_lo
     assert chunked.working_bytes == 2048 * classes * (2 + 3 * 4) < whole.working_bytes
     assert chunked.forward_s == whole.forward_s
     assert whole.backward_s < chunked.backward_s < 1.1 * whole.backward_s
-    # compiled: the logits and their gradient in bfloat16
-    assert head_costs(large, compiles=True)[1].working_bytes == 2048 * classes * (2 + 2)
+    # compiled: twice the rows, with the logits and their gradient in bfloat16
+    assert head_costs(large, compiles=True)[1].working_bytes == 4096 * classes * (2 + 2)
+    assert measured_head_costs(large, whole)[1].working_bytes == 4096 * classes * (2 + 2)
     assert head_costs(large, loss="chunked") == (chunked, chunked)
     assert head_costs(large, loss="whole") == (whole, whole)
 

@@ -19,8 +19,9 @@ from autoplan.rules import OpRule, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts, read_sharding
 
 # Of a slice: enough that its products run near their full rate, and few enough that its logits with all that their loss
-# needs take 3.8 GB at the most (benchmarks/chunked_rows.py, 2026-11-28).
+# needs, half as much when it is compiled, take 3.8 GB at the most (benchmarks/chunked_rows.py, 2026-11-28).
 SLICE_ELEMENTS, MAX_SLICE_ROWS, ROWS_MULTIPLE = 2**28, 4096, 256
+COMPILED_SLICE_ELEMENTS = 2 * SLICE_ELEMENTS
 
 _MEAN, _SUM = 1, 2  # reductions, as ATen numbers them
 LINEAR, _LOSS = "aten.linear.default", "aten.cross_entropy_loss.default"
@@ -51,10 +52,10 @@ class ChunkedHead:
         """The values they make."""
         return frozenset(op.name for op in self.ops)
 
-    @property
-    def slice_rows(self) -> int:
+    def slice_rows(self, *, is_compiled: bool) -> int:
         """How many rows a slice has, whatever part of the classes a rank has."""
-        most = SLICE_ELEMENTS // self.ops[0].outputs[0].at(1)[-1]
+        n_elements = COMPILED_SLICE_ELEMENTS if is_compiled else SLICE_ELEMENTS
+        most = n_elements // self.ops[0].outputs[0].at(1)[-1]
         return max(ROWS_MULTIPLE, min(most // ROWS_MULTIPLE * ROWS_MULTIPLE, MAX_SLICE_ROWS))
 
 

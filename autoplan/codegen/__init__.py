@@ -158,7 +158,8 @@ def _head_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         return {}
     product, found = head.ops[0], {}
     if plan.loss == "chunked":
-        found = {"chunked_head": product.module_path, "loss_slice_rows": head.slice_rows}
+        rows = head.slice_rows(is_compiled=plan.mesh.compile)
+        found = {"chunked_head": product.module_path, "loss_slice_rows": rows}
     is_own = not plan.mesh.needs_generated_model
     if product.target == PADDED_LINEAR and is_own and not is_in_compiled(graph, plan.mesh):
         found["padded_head"] = product.module_path

@@ -70,7 +70,10 @@ def _deferred(graph: OpGraph, plan: Plan) -> tuple[str, str] | None:
     product = head.ops[0]
     switches = {"is_compiled": plan.mesh.compile, "pads_classes": product.target == PADDED_LINEAR}
     return product.name, ", ".join(
-        [f"slice_rows={head.slice_rows}", *(f"{name}=True" for name in switches if switches[name])]
+        [
+            f"slice_rows={head.slice_rows(is_compiled=plan.mesh.compile)}",
+            *(f"{name}=True" for name in switches if switches[name]),
+        ]
     )
 
 

@@ -8,7 +8,7 @@ With n slices of the rows, a head of x: [row, hidden] and W: [class, hidden], an
               + x's gradient and dW read and written once, when the gradient of the loss is known
     saved     what the other ops keep + x's gradient + dW
     working   as of the other ops, or one slice: logits, their log-softmax and two gradients of its size (compiled,
-              logits and their gradient: 1.05 GB of 2048 rows and 128,256 classes, benchmarks/chunked_rows.py; of a
+              logits and their gradient: 2.1 GB of 4,096 rows and 128,256 classes, benchmarks/chunked_rows.py; of a
               split loss its probabilities in float32 too), and what the product keeps inside itself (the copy of W
               with padding of a padded head)
 
@@ -42,20 +42,24 @@ N_SCALINGS = 2  # kernels once per micro-batch, for the gradient of x and for dW
 
 
 def with_chunked_loss(context: WorkContext, segment: LocalSegment, work: SegmentWork, batch_size: int) -> SegmentWork:
-    """`work`, with that of the chunked loss if there is one."""
+    """`work`, with that of the chunked loss if there is one, eager and compiled."""
     if segment.sliced is None:
         return work
-    return replace(work, chunked=_chunked_work(context, segment, segment.sliced, work, batch_size))
+    eager, compiled = (
+        _chunked_work(replace(context, is_compiled=is_compiled), segment, segment.sliced, work, batch_size)
+        for is_compiled in (False, True)
+    )
+    return replace(work, chunked=eager, chunked_compiled=compiled)
 
 
-def chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
+def chunked_as(found: SegmentWork, work: SegmentWork, *, is_compiled: bool) -> SegmentWork | None:
     """The chunked loss of `work`, as much faster or slower as the whole one was `found` to be; bytes as computed.
 
     It does all its work while a slice is there, so what is known of a whole loss says nothing about its bytes.
     """
-    if work.chunked is None:
+    more = work.chunked_compiled if is_compiled else work.chunked
+    if more is None:
         return None
-    more = work.chunked
     scale = fraction_of(found.forward_s + found.backward_s, work.forward_s + work.backward_s)
     hosts = fraction_of(found.host_forward_s + found.host_backward_s, work.host_forward_s + work.host_backward_s)
     return replace(
@@ -69,16 +73,11 @@ def chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
     )
 
 
-def n_slices(segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
-    """How many slices the rows of a micro-batch make."""
-    return -(-_n_rows(segment, sliced, batch_size) // sliced.slice_rows)
-
-
 def _chunked_work(
     context: WorkContext, segment: LocalSegment, sliced: SlicedOps, work: SegmentWork, batch_size: int
 ) -> SegmentWork:
     product, times = segment.ops[sliced.indices[0]], times_of(context, segment.ops, segment.alike, batch_size)
-    repeats = n_slices(segment, sliced, batch_size) - 1
+    repeats = (_n_rows(segment, sliced, batch_size) - 1) // sliced.head.slice_rows(is_compiled=context.is_compiled)
     own = [times[index] for index in sliced.indices]
     n_launches = repeats * sum(time.n_launches + time.n_backward_launches for time in own) + N_SCALINGS
     x_bytes = product.operands[0].n_bytes(batch_size, context.precision)
@@ -97,7 +96,7 @@ def _chunked_work(
         + repeats * len(statistics) * context.device.collective_launch_s,
         tp_backward_s=work.tp_backward_s + sum(_again_s(context, op, repeats, batch_size) for op in statistics),
         saved_bytes=kept_bytes(sliced.kept, batch_size) + inside + x_bytes + sums_bytes,
-        working_bytes=chunked_working_bytes(context, segment, sliced, batch_size),
+        working_bytes=_chunked_working_bytes(context, segment, sliced, batch_size),
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
     )
@@ -123,7 +122,7 @@ def _sums_bytes(context: WorkContext, segment: LocalSegment, product: LocalOp) -
     return sum(spec.n_bytes(1, precision) for name, spec in pairs if name in trained)
 
 
-def chunked_working_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
+def _chunked_working_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
     """The working bytes of a segment whose loss is chunked, compiled or not as the context is."""
     item_bytes = element_bytes(context.precision).gathered
     around = working_bytes(context, segment, batch_size, weight_item_bytes=item_bytes, without=sliced.indices)
@@ -138,5 +137,6 @@ def _slice_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps,
     if context.is_compiled:
         of_loss = item_bytes + (precise_bytes if loss.all_reduce_elements else 0)
     n_classes = loss.operands[0].at(batch_size)[1]
-    n_elements = min(_n_rows(segment, sliced, batch_size), sliced.slice_rows) * n_classes
+    slice_rows = sliced.head.slice_rows(is_compiled=context.is_compiled)
+    n_elements = min(_n_rows(segment, sliced, batch_size), slice_rows) * n_classes
     return n_elements * (item_bytes + of_loss) + inside_bytes(context, segment.ops[sliced.indices[0]], batch_size)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from autoplan.cost.chunked_loss import chunked_as, chunked_working_bytes
+from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.fusions import FusedSegment, Fusion
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
 from autoplan.cost.local_segment import LocalOp, LocalSegment, alike_ops
@@ -82,7 +82,6 @@ class CompiledPasses:
     working_bytes: int
     n_kept_tensors: int
     attention: KeptAttention | None
-    chunked_working_bytes: int
 
 
 def compiled_segment(context: WorkContext, local: LocalSegment, fused: FusedSegment) -> CompiledSegment:
@@ -121,7 +120,6 @@ def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: 
         attention=kept_attention(
             context, local, dict(zip(fused.single, single, strict=True)), batch_size, launches=KERNEL_LAUNCHES
         ),
-        chunked_working_bytes=chunked_working_bytes(context, local, local.sliced, batch_size) if local.sliced else 0,
     )
 
 
@@ -140,9 +138,7 @@ def as_compiled(eager: SegmentWork, passes: CompiledPasses) -> SegmentWork:
         attention=passes.attention,
     )
     weight_backward_s = eager.weight_backward_s * fraction_of(found.backward_s, eager.backward_s)
-    chunked = chunked_as(found, eager)
-    if chunked is not None:
-        chunked = replace(chunked, working_bytes=passes.chunked_working_bytes)
+    chunked = chunked_as(found, eager, is_compiled=True)
     return replace(found, weight_backward_s=weight_backward_s, chunked=chunked)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.analysis.chunked_loss import is_sliceable
+from autoplan.analysis.chunked_loss import ChunkedHead, is_sliceable
 from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.cost.kept_tensors import KeptTensor, kept_tensors, n_kept_tensors, n_repeated_ops
 from autoplan.cost.work_context import WorkContext
@@ -63,12 +63,12 @@ class SlicedOps:
     Attributes:
         indices: of the ops, the product first and the loss last.
         kept: as in `LocalSegment`, without them.
-        slice_rows: how many rows a slice has.
+        head: what they are in the graph.
     """
 
     indices: tuple[int, ...]
     kept: tuple[KeptTensor, ...]
-    slice_rows: int
+    head: ChunkedHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ def _sliced_ops(context: WorkContext, segment: Segment, layouts: SegmentLayouts)
     names = head.names
     indices = tuple(index for index, op in enumerate(context.graph.ops_of(segment)) if op.name in names)
     kept = kept_tensors(context, segment, layouts, without=names)
-    return SlicedOps(indices, kept, head.slice_rows)
+    return SlicedOps(indices, kept, head)
 
 
 def _depends_on_batch(shape: tuple[object, ...]) -> bool:

@@ -100,10 +100,11 @@ class Correction:
     ) -> tuple[SegmentWork, str]:
         """The work as measured, or as close to that as the measurements come, and which of these it is."""
         found, source = self._corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
-        if self.executions[kind].compile:  # one op to autograd, which keeps what it made
+        is_compiled = self.executions[kind].compile
+        if is_compiled:  # one op to autograd, which keeps what it made
             attention = None if found.attention is None else replace(found.attention, n_seen_ops=0)
             found = replace(found, repeated=WHOLE_PASS, attention=attention)
-        return replace(found, chunked=chunked_as(found, work)), source
+        return replace(found, chunked=chunked_as(found, work, is_compiled=is_compiled)), source
 
     def _corrected(
         self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int

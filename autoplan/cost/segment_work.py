@@ -106,6 +106,7 @@ class SegmentWork:
         repeated: how large a part of its forward pass recomputation runs again.
         attention: the fused attention that recomputation may keep; None where there is none.
         chunked: the same with the loss in slices, where it can be; see `cost.chunked_loss`.
+        chunked_compiled: likewise with the loss of a slice compiled, for `chunked_as`.
         in_graph: as far as it was measured.
     """
 
@@ -128,6 +129,7 @@ class SegmentWork:
     repeated: PassParts
     attention: KeptAttention | None = None
     chunked: SegmentWork | None = None
+    chunked_compiled: SegmentWork | None = None
     in_graph: PassRatios = AS_IN_STREAM
 
     def captured(self) -> SegmentWork:
