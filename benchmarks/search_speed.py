@@ -1,7 +1,7 @@
 """How long planning takes and how far the plan is proved, on real models and clusters.
 
     python benchmarks/search_speed.py run FILE [--time-limit S] [--group GROUP ...]    each case in its own process
-    python benchmarks/search_speed.py table FILE                  the table of benchmarks/README.md
+    python benchmarks/search_speed.py table FILE                  the table of benchmarks/evidence/search.md
     python benchmarks/search_speed.py plot FILE OUT.svg           search time against devices and against layers
 
 `run` writes JSON lines, of all groups of cases by default. `cold` starts with an empty cache: import, trace, layout

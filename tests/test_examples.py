@@ -141,7 +141,11 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "benchmarks" / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, CHECKOUT / "benchmarks" / "README.md", *(CHECKOUT / "benchmarks" / "evidence").glob("*.md")],
+    ids=lambda page: page.stem,
+)
 def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in target:

@@ -100,9 +100,10 @@ def test_sdist_holds_all_that_its_pages_link_to(tmp_path: Path) -> None:
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as packed:
         packed.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.glob("autoplan-*/")
-    pages = [folder / "README.md", *(folder / "docs").glob("*.md"), folder / "benchmarks" / "README.md"]
+    evidence = [folder / "benchmarks" / "README.md", *(folder / "benchmarks" / "evidence").glob("*.md")]
+    pages = [folder / "README.md", *(folder / "docs").glob("*.md"), *evidence]
     missing = {link for page in pages for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()}
-    assert len(pages) == 8 and not missing
+    assert len(pages) == 15 and not missing
 
 
 def test_installed_wheel_finds_its_profiles_and_rules(installed: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import predictions
 
 CHECKOUT = Path(__file__).parent.parent
-RESULTS = CHECKOUT / "benchmarks" / "results"
+RESULTS, EVIDENCE = CHECKOUT / "benchmarks" / "results", CHECKOUT / "benchmarks" / "evidence"
 TABLES = {row["table"]: row for row in predictions.table_rows()}
 ONE = "predictions_h200_x2_2026-11-22_one_machine"
 # Printed once, to compare with: by earlier prices, or without a part of them.
@@ -30,6 +30,10 @@ OF_THEIR_TIME = {
     "predictions_h200_x2_2026-11-22_repeated",
 }
 QUICK_MODELS = ("vit_large", "mixture")
+
+
+def _evidence() -> str:
+    return "".join(page.read_text() for page in (CHECKOUT / "benchmarks" / "README.md", *EVIDENCE.glob("*.md")))
 
 
 @pytest.mark.nightly
@@ -60,7 +64,7 @@ def test_a_table_comes_again(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_the_worst_rows_are_shown_each_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     predictions.worst()
     found = capsys.readouterr().out.splitlines()
-    shown = re.findall(r"^(\|.*% \|) \w.* \|$", (CHECKOUT / "benchmarks" / "README.md").read_text(), re.M)
+    shown = re.findall(r"^(\|.*% \|) \w.* \|$", (EVIDENCE / "what_is_wrong.md").read_text(), re.M)
     assert len(found) == 20
     assert [line for line in shown if line in found] == found
 
@@ -111,20 +115,18 @@ GRAPH_CELLS = {
 
 @pytest.mark.parametrize("table", GRAPH_CELLS)
 def test_the_evidence_says_how_far_off_all_graphs_over_some_links_are(table: str) -> None:
-    rows, readme = (RESULTS / f"{table}.txt").read_text(), (CHECKOUT / "benchmarks/README.md").read_text()
+    rows, text = (RESULTS / f"{table}.txt").read_text(), _evidence()
     for links, cell in GRAPH_CELLS[table].items():
         errors = [abs(float(found)) for found in re.findall(rf"^(?:{links}) .*?([+-][\d.]+)%", rows, re.M)]
         assert f"{statistics.mean(errors):.1f} % ({len(errors)})" == cell
-        assert cell in readme
+        assert cell in text
 
 
 def test_programs_in_the_readme_are_measured_and_predicted_as_in_a_printed_table() -> None:
     """Rows with measured steps, predicted steps and errors: `| 0.4388, 0.64 s | 0.4385, 0.63 s | 0, -1 % |`."""
     row = re.compile(r"^(?:nvlink|host_memory|socket) .*? +([\d.]+) +([\d.]+) +[+-][\d.]+% ", re.M)
     printed = {pair for path in RESULTS.glob("predictions_*.txt") for pair in row.findall(path.read_text())}
-    cells = re.findall(
-        r"\| ([\d., ]+) s \| ([\d., ]+) s (?=\| [-+\d, ]+ %)", (CHECKOUT / "benchmarks/README.md").read_text()
-    )
+    cells = re.findall(r"\| ([\d., ]+) s \| ([\d., ]+) s (?=\| [-+\d, ]+ %)", _evidence())
     said = [
         (p, m)
         for measured, predicted in cells
@@ -165,7 +167,7 @@ def test_programs_in_the_readme_are_measured_and_predicted_as_in_a_printed_table
 def test_the_evidence_says_what_the_tables_print(table: str, links: str) -> None:
     said = {group: text for group, text in _groups(table).items() if group.startswith(links)}
     assert said
-    text = (CHECKOUT / "benchmarks/README.md").read_text()
+    text = _evidence()
     assert {group: cell for group, cell in said.items() if cell not in text} == {}
 
 
