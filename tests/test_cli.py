@@ -18,16 +18,13 @@ import pytest
 import autoplan
 from autoplan import api, cli, errors
 from autoplan.answers.answer import Answer, Request, answer_to_json
-from autoplan.checks.options import check_degrees, parse_fix
 from autoplan.cli.console import told_while_tracing
 from autoplan.files import write_folder
 from autoplan.options import Options
 from autoplan.output import verify
 from autoplan.output.folder import report_files
-from autoplan.parallel_plan import SCHEMA_VERSION, Plan
-from autoplan.planning import problem as problems
+from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.planning.answering import model_name
-from autoplan.search import remedies
 from autoplan.search.result import Rejection
 
 CHECKOUT = Path(__file__).parent.parent
@@ -204,101 +201,12 @@ def test_explain_of_a_missing_plan_exits_3(tmp_path: Path, capsys) -> None:
 MLP = "examples/mlp.py"
 
 
-def test_infeasible_on_a_hardware_file_exits_5(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remedies, "TIME_LIMIT_S", 0.0)
-    text = (CHECKOUT / "hardware_profiles" / "dgx_a100_x8.toml").read_text()
-    box = tmp_path / "my_box.toml"
-    box.write_text(re.sub(r'^memory = \{ value = "[^"]*"', 'memory = { value = "2 GiB"', text, flags=re.MULTILINE))
-    arguments = ["plan", "examples/gpt.py", "--set", "size=char", "--hw", str(box), "--fix", "dp=8,zero=0"]
-    assert cli.run([*arguments, "--format", "json"]) == 5
-    out, err = capsys.readouterr()
-    assert json.loads(out)["status"] == "infeasible" and "unknown" not in err
-
-
 def test_search_says_what_ended_it() -> None:
     gpt = CHECKOUT / "examples" / "gpt.py"
     late = autoplan.plan(gpt, hw="dgx_a100_x8", time_limit_s=1e-6)
     done = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", require_optimal=True, time_limit_s=None)
     assert (late.stopped_by, late.status != "optimal") == ("time limit", True)
     assert (done.stopped_by, done.status) == ("", "optimal")
-
-
-def test_no_mesh_divides_is_an_infeasible_answer_in_json_and_in_the_library(capsys) -> None:
-    # there is nothing to shard over one data-parallel rank
-    arguments = ["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "12", "--fix", "dp=1,zero=1"]
-    assert cli.run([*arguments, "--format", "json"]) == 5
-    found = json.loads(capsys.readouterr().out)
-    assert (
-        found["status"] == "infeasible" and "legal dp (divides the global batch): 1, 2, 3, 4, 6" in found["nearest_fix"]
-    )
-    assert cli.run(arguments) == 5
-    assert "legal dp" in capsys.readouterr().out
-    result = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "1"), ("zero", "1")))
-    assert (result.status, result.best) == ("infeasible", None)
-
-
-def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsys) -> None:
-    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "7", "--fix", "dp=8"]) == 2
-    error = capsys.readouterr().err
-    assert "--fix dp=8 does not divide --global-batch 7" in error
-    assert "fix: use dp=1, or a global batch that is a multiple of 8" in error
-    with pytest.raises(errors.UsageError, match="use dp=4, or"):
-        autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "8"),))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found", "expected", "fix"),
-    [
-        (
-            ["--hw", "dgx_a100_x8", "--fix", "dp=8,tp=2"],
-            "--fix dp=8,tp=2: found 8 x 2 = 16 devices",
-            "at most 8 devices, as the cluster has",
-            "use dp x tp of 1, 2, 4, 8, or more hosts: --hosts 2",
-        ),
-        (
-            ["--hw", "dgx_a100_x8", "--fix", "dp=3"],
-            "--fix dp=3: found 3 devices",
-            "a divisor of a number of devices that a plan on 8 may use",
-            "use dp of 1, 2, 4, 8",
-        ),
-        (  # plans for 2 of 3 hosts leave one idle, but none is for a host and a half
-            ["--hw", "dgx_a100_x8", "--hosts", "3", "--fix", "tp=4,dp=3,pp=1"],
-            "--fix tp=4,dp=3,pp=1: found 4 x 3 x 1 = 12 devices",
-            "as many devices as a plan on 24 may use",
-            "use tp x dp x pp of 2, 4, 8, 16",
-        ),
-        (
-            ["--hw", "dgx_a100_x8", "--global-batch", "24", "--fix", "dp=4,micro_batch=16"],
-            "--fix micro_batch=16 does not divide a rank's part of --global-batch 24",
-            "a divisor of 24 / 4 ranks = 6 samples",
-            "use micro_batch=2, or a global batch that is a multiple of 64",
-        ),
-        (
-            ["--hw", "dgx_a100_x8", "--fix", "micro_batch=128"],
-            "--fix micro_batch=128 does not divide a rank's part of the default global batch of 64",
-            "a divisor of 64 samples",
-            "use micro_batch=64, or a global batch that is a multiple of 128",
-        ),
-        (
-            ["--hw", "v100_x8"],
-            "--precision bf16, the default: found 'Tesla V100-SXM2-32GB without bf16'",
-            "one of fp32, fp16",
-            "use --precision fp16, or another device",
-        ),
-    ],
-)
-def test_values_that_no_plan_on_the_cluster_has_are_usage_errors_before_the_trace(
-    arguments: list[str], found: str, expected: str, fix: str, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(problems, "trace_model", lambda *given, **options: pytest.fail("traced"))
-    assert cli.run(["plan", MLP, *arguments]) == 2
-    assert f"{found}\n  expected: {expected}\n  fix: {fix}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("fix", ["dp=8", "dp=16", "dp=4,tp=2", "tp=3", "dp=2,tp=2,pp=4"])
-def test_fixed_degrees_may_leave_hosts_idle(fix: str) -> None:
-    # of 3 hosts of 8 devices: plans may use 1, 2, 4, 8, 16 or 24
-    check_degrees(Options(fix=parse_fix([fix])), counts=(24, 16, 8, 4, 2, 1), n_devices_per_host=8)
 
 
 @pytest.mark.parametrize(
@@ -321,26 +229,6 @@ def test_precisions_may_have_the_names_of_torch(name: str, ours: str, capsys) ->
     assert json.loads(capsys.readouterr().out)["plan"]["precision"] == ours
 
 
-def test_ops_without_a_rule_are_reported_and_refused_under_strict(tmp_path: Path, capsys) -> None:
-    model = tmp_path / "odd.py"
-    text = (CHECKOUT / MLP).read_text()
-    assert "F.gelu(" in text or "relu(" in text
-    model.write_text(re.sub(r"(?:F|torch|functional)\.(?:gelu|relu)\(", "torch.special.bessel_j1(", text))
-    arguments = ["plan", str(model), "--hw", "dgx_a100_x8"]
-    assert cli.run(arguments) == 0
-    assert "no rule: aten.special_bessel_j1" in " ".join(capsys.readouterr().out.split())
-    assert cli.run([*arguments, "--strict"]) == 3
-    assert "aten.special_bessel_j1" in capsys.readouterr().err
-
-
-def test_fixing_what_a_model_does_not_have_exits_2(capsys) -> None:
-    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--fix", "batch_norm=synchronized"]) == 2
-    assert "no BatchNorm" in capsys.readouterr().err
-    for fix in ("tp=2", "pp=2"):
-        assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--module-level", "--fix", fix]) == 2
-        assert f"--fix {fix} beside --module-level" in capsys.readouterr().err
-
-
 def test_reports_call_a_configuration_by_its_folder_and_a_model_file_by_its_name() -> None:
     assert model_name("hf:models/llama-8b/config.json") == "hf:llama-8b/config.json"
     assert model_name(Path("models/llama.py")) == "llama.py"
@@ -354,58 +242,6 @@ def test_estimate_refuses_a_plan_file_without_a_plan_and_fix_beside_a_plan(
     arguments = ["estimate", "toy.py", "--hw", "toy_x4", "--plan", str(path)]
     assert cli.run(arguments) == 3
     assert cli.run([*arguments, "--fix", "dp=2"]) == 2
-
-
-@pytest.fixture(scope="module")
-def fp32_problem_and_plan():
-    fix = (("tp", "2"), ("pp", "2"), ("zero", "1"))
-    options = Options(global_batch=32, precision="fp32", fix=fix, time_limit_s=3.0)
-    problem = api.make_problem(CHECKOUT / "examples" / "gpt.py", hw="dgx_a100_x8", options=options)
-    return replace(problem, options=replace(options, precision="bf16", fix=())), api.solve(problem).best.plan
-
-
-def test_mfu_of_a_given_plan_is_against_the_peak_of_its_precision(fp32_problem_and_plan) -> None:
-    problem, plan = fp32_problem_and_plan
-    peaks = dict(problem.hardware.device.peak_flops_per_s)
-    assert api.score(problem, plan).workload.peak_flops_per_s == peaks["fp32"] != peaks["bf16"]
-
-
-def _first_layout(plan: Plan, text: str) -> Plan:
-    first = plan.shardings[0]
-    values = ((first.values[0][0], text), *first.values[1:])
-    return replace(plan, shardings=(replace(first, values=values), *plan.shardings[1:]))
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, dp=0)), "mesh.dp"),
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, zero_shard_degree=0)), "mesh.zero_shard_degree"),
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, zero_shard_degree=3)), "mesh.zero_shard_degree"),
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, zero_stage=7)), "mesh.zero_stage"),
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, schedule="zigzag")), "mesh.schedule"),
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, n_chunks=0)), "mesh.n_chunks"),
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, sharding="Q")), "mesh.sharding"),
-        (lambda plan: replace(plan, precision="int8"), "precision"),
-        (lambda plan: replace(plan, stages=()), "stages"),
-        (lambda plan: replace(plan, stages=(replace(plan.stages[0], start=1), *plan.stages[1:])), "stages[0].start"),
-        (lambda plan: replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], stop=99))), "stop"),
-        (
-            lambda plan: replace(plan, stages=(replace(plan.stages[0], recomputed=(-1,)), *plan.stages[1:])),
-            "recomputed",
-        ),
-        (lambda plan: replace(plan, shardings=()), "shardings"),
-        (lambda plan: replace(plan, mesh=replace(plan.mesh, tp=1)), "shardings"),
-        (lambda plan: _first_layout(plan, "S(zero)"), "shardings of"),
-        (lambda plan: _first_layout(plan, "S(0/0)"), "shardings of"),
-        (lambda plan: _first_layout(plan, "S(9)"), "shardings of"),
-    ],
-)
-def test_impossible_plan_is_an_input_error_naming_the_field(fp32_problem_and_plan, damage, named: str) -> None:
-    problem, plan = fp32_problem_and_plan
-    with pytest.raises(errors.InputError, match=re.escape(named)) as caught:
-        api.score(problem, damage(plan))
-    assert caught.value.exit_code == 3
 
 
 def test_every_json_answer_starts_with_the_schema_version(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

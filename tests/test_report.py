@@ -1,127 +1,32 @@
-"""Reports: text and JSON of one answer."""
+"""Reports: the text of one answer."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from dataclasses import replace
 
 import pytest
 
-from autoplan.answers import answer as answers
 from autoplan.answers.answer import (
     Answer,
     Request,
-    answer_from_json,
     answer_to_dict,
     answer_to_json,
     chance_short,
-    device_hours,
-    mfu,
-    samples_per_s,
-    tokens_per_s,
 )
-from autoplan.errors import InputError
 from autoplan.hardware import hardware_names, load_hardware_profile
 from autoplan.options import Options
-from autoplan.output.folder import rejected_csv
 from autoplan.parallel_plan import OUTSIDE_ALLOCATOR, Mesh, StagePlan
 from autoplan.plain_text import text_table
-from autoplan.report.explain import _signed_seconds, explain_report
+from autoplan.report.explain import explain_report
 from autoplan.report.hardware import hardware_sheet
-from autoplan.report.plan import plan_report, plan_table, program_header, rejections_text, status_text
+from autoplan.report.plan import plan_report, plan_table, program_header, status_text
 from autoplan.report.rivals import host_risk, rivals_text
 from autoplan.report.stages import stages_text
-from autoplan.search.result import OneDevice, Rejection
 from autoplan.units import GiB
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
-
-
-def test_mfu_is_model_flops_over_time_and_peak_of_the_used_devices(answer: Answer) -> None:
-    # global batch 2 x 1 x 4 = 8 samples of 1 TFLOP in 1.6 s on 4 devices of 10 TFLOP/s: 8 / (1.6 x 40) = 0.125
-    assert mfu(answer.workload, answer.best) == pytest.approx(0.125)
-
-
-def test_throughput_is_batch_over_step_time(answer: Answer) -> None:
-    # 8 samples / 1.6 s = 5 samples/s; 100 tokens each
-    assert samples_per_s(answer.best) == pytest.approx(5.0)
-    assert tokens_per_s(answer.workload, answer.best) == pytest.approx(500.0)
-
-
-def test_device_hours_count_every_device_of_the_cluster(answer: Answer) -> None:
-    # 18000 samples / (5 samples/s) = 3600 s = 1 h on 4 devices
-    assert device_hours(answer.workload, answer.best, n_samples=18_000) == pytest.approx(4.0)
-
-
-def test_answer_survives_json_unchanged(answer: Answer, infeasible: Answer) -> None:
-    assert answer_from_json(answer_to_json(answer)) == answer
-    assert answer_from_json(answer_to_json(infeasible)) == infeasible
-    options = Options(fix=(("tp", "2"),), time_limit_s=None, rules=("my_rules.py",))
-    asked = replace(answer, request=Request("toy.py", ("width=8",), "toy_x4", 2, options))
-    assert answer_from_json(answer_to_json(asked)) == asked
-
-
-def test_a_plan_of_before_a_field_existed_has_its_default(answer: Answer) -> None:
-    content = json.loads(answer_to_json(answer))
-    best = content["best"]
-    assert best["plan"].pop("loss") == "whole" and best["estimate"]["breakdown"].pop("exposed_batch_copy_s") == 0.0
-    assert answer_from_json(json.dumps(content)) == answer
-    del best["plan"]["stages"]
-    with pytest.raises(InputError, match="missing or unknown: stages"):
-        answer_from_json(json.dumps(content))
-
-
-def test_json_has_every_field_of_the_contract(answer: Answer) -> None:
-    found = answer_to_dict(answer)
-    assert found["schema_version"] == 1
-    assert (found["status"], found["gap"]) == ("optimal", 0.0)
-    assert {"dp", "tp", "pp", "zero_stage", "zero_shard_degree", "micro_batch_size", "n_micro_batches"} <= set(
-        found["plan"]
-    )
-    assert {"schedule", "recompute", "compile", "stages"} <= set(found["plan"])
-    # the estimate in the middle, as far from either end
-    low_s, high_s = found["step_s_interval"]
-    assert low_s < 1.6 < high_s and low_s * high_s == pytest.approx(1.6**2)
-    (low, high), (other_low, other_high) = found["allocated_bytes_interval_per_stage"]
-    assert low < 4 * 2**30 < high and other_low < 7 * 2**30 < other_high
-    assert found["tokens_or_samples_per_s"] == pytest.approx(500.0)
-    assert found["peak_bytes_per_stage"] == [5 * 2**30, 8 * 2**30]
-    assert found["memory_limit_bytes"] == 10 * 2**30
-    assert found["provenance"] == {"peak": "toy data sheet"}
-    assert [item["reason"] for item in found["rejected"]] == ["memory", "slower"]
-    assert found["search_s"] == 0.5
-
-
-def test_breakdown_in_json_sums_to_the_step_time(answer: Answer) -> None:
-    parts = answer_to_dict(answer)["breakdown_s"]
-    communication = parts.pop("exposed_comm")
-    assert sum(parts.values()) + sum(communication.values()) == pytest.approx(1.6)
-
-
-def test_json_of_an_infeasible_answer_has_no_invented_numbers(infeasible: Answer) -> None:
-    found = answer_to_dict(infeasible)
-    assert found["status"] == "infeasible"
-    assert found["plan"] is None and found["step_s"] is None and found["gap"] is None
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (lambda text: text[: len(text) // 2], "plan.json"),
-        (lambda text: text.replace('"schema_version": 1', '"schema_version": 99'), "schema_version"),
-        (lambda text: text.replace('"n_devices": 4', '"n_devices": "4"'), "workload.n_devices"),
-        (lambda text: text.replace('"n_devices": 4', '"n_devics": 4'), "n_devics"),
-        (lambda text: text.replace('"search_s": 0.5', '"search_s": NaN'), "NaN"),
-        (lambda text: "[" * 100_000, "plan.json"),
-        (lambda text: "[]", "plan.json"),
-    ],
-)
-def test_damaged_plan_json_is_an_input_error_naming_the_place(answer: Answer, damage, named: str) -> None:
-    with pytest.raises(InputError, match=re.escape(named)):
-        answer_from_json(damage(answer_to_json(answer)))
 
 
 def test_plan_report_marks_the_chosen_row_and_says_what_does_not_fit(answer: Answer) -> None:
@@ -298,56 +203,6 @@ def test_table_wraps_its_last_column_at_80() -> None:
     assert text.count("word") == 40
 
 
-def test_the_next_best_says_how_it_runs_where_the_chosen_plan_runs_another_way(answer: Answer) -> None:
-    other = answer.result.alternatives[0]
-    changed = replace(other, plan=replace(other.plan, mesh=replace(other.plan.mesh, memory_format="channels_last")))
-    shown = replace(answer, result=replace(answer.result, alternatives=(changed,)))
-    assert "gpipe, channels_last, +25.0%" in rivals_text(shown)[0]
-    alike = replace(shown, result=replace(shown.result, best=changed))
-    assert "channels_last" not in rivals_text(alike)[0]
-
-
-def test_a_next_best_within_the_error_of_the_estimate_is_said_to_be_perhaps_faster(answer: Answer) -> None:
-    # 1.6 s: estimates of such steps are off by 17 %, since the device waits for Python in 0.1 s of it
-    def told(step_s: float) -> list[str]:
-        other = replace(answer.result.alternatives[0], estimate=replace(answer.best.estimate, step_s=step_s))
-        return rivals_text(replace(answer, result=replace(answer.result, alternatives=(other,))))
-
-    said = "the next best may be faster: uncalibrated steps are off by 17.0%"
-    assert said in told(1.6 * 1.16)
-    assert said not in told(1.6 * 1.18)
-
-
-def test_one_device_within_the_error_of_the_estimate_is_said_to_be_perhaps_as_fast(answer: Answer) -> None:
-    def told(step_s: float) -> list[str]:
-        return rivals_text(replace(answer, result=replace(answer.result, one_device=OneDevice(step_s, 1, 2))))
-
-    said = "one device may be as fast: uncalibrated steps are off by 17.0%"
-    assert said in told(1.6 * 1.16)
-    assert said not in told(1.6 * 1.18)
-
-
-def test_a_rival_that_saves_elsewhere_much_of_what_a_part_of_it_costs_says_so(answer: Answer) -> None:
-    def told(**more_s: float) -> str:
-        estimate = answer.best.estimate
-        parts = {name: getattr(estimate.breakdown, name) + s for name, s in more_s.items()}
-        slower = replace(
-            estimate, step_s=estimate.step_s + sum(more_s.values()), breakdown=replace(estimate.breakdown, **parts)
-        )
-        other = replace(answer.result.alternatives[0], estimate=slower)
-        return rivals_text(replace(answer, result=replace(answer.result, alternatives=(other,))))[0]
-
-    assert told(bubble_s=2.0, compute_s=-1.5).endswith(": bubble +2 s, others -1.5 s")
-    assert told(bubble_s=2.0, compute_s=-0.4).endswith(": bubble +2 s")
-
-
-def test_a_rival_that_is_not_compiled_says_so_beside_a_plan_that_is(answer: Answer) -> None:
-    best = replace(answer.best, plan=replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, compile=True)))
-    shown = replace(answer, result=replace(answer.result, best=best))
-    assert ", eager, " in rivals_text(shown)[0]
-    assert "eager" not in rivals_text(answer)[0]
-
-
 def test_the_report_says_with_what_chance_memory_falls_short(answer: Answer) -> None:
     def shown(limit_bytes):
         estimate = replace(answer.best.estimate, segment_sources=("measured",), memory_limit_bytes=limit_bytes)
@@ -393,27 +248,10 @@ def test_a_cuda_graph_is_said_to_wait_for_python_outside_of_its_passes(answer: A
     assert "  launch: the device waits for Python, in the optimizer and between steps\n" in explain_report(shown)
 
 
-def test_a_difference_that_no_printed_digit_shows_is_none() -> None:
-    assert _signed_seconds(38.8e-6, 38.8e-6 + 2e-20) == "0 s"
-    assert _signed_seconds(25.8e-6, 25.9e-6) == "+100 ns"
-    assert _signed_seconds(0.0, 1e-9) == "+1 ns"
-
-
 def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:
     header = program_header(answer, launch_line="torchrun --standalone --nproc-per-node 4 train.py")
     assert header.index("torchrun --standalone --nproc-per-node 4 train.py") < header.index("pipeline parallel")
     assert "1.6 s a step" in header
-
-
-def test_the_report_says_what_is_next_and_what_it_loses_by(answer: Answer) -> None:
-    # 2.0 s against 1.6 s, all of it bubble; FSDP 3.2 s, of which exposed communication 1.7 s instead of 0.1 s
-    text = plan_report(answer)
-    assert "\nnext best: dp 2, tp 1, pp 2, ZeRO 1, 1x4, gpipe, +25.0%: bubble +400 ms\n" in text
-    assert "\nbest plain recipe: FSDP, +100.0%: exposed dp comm +1.6 s\n" in text
-    alone = replace(answer, result=replace(answer.result, alternatives=(), baselines=answer.result.baselines[:1]))
-    assert "next best" not in plan_report(alone) and "plain recipe" not in plan_report(alone)
-    chosen = replace(answer.best, baseline="FSDP")
-    assert "plain recipe" not in plan_report(replace(answer, result=replace(answer.result, best=chosen)))
 
 
 def test_a_pipeline_says_which_segments_each_stage_has_and_on_which_rank(answer: Answer) -> None:
@@ -427,51 +265,6 @@ def test_a_pipeline_says_which_segments_each_stage_has_and_on_which_rank(answer:
     best = replace(named.best, plan=replace(named.best.plan, mesh=mesh, stages=stages))
     v_shaped = stages_text(replace(named, result=replace(named.result, best=best)))
     assert " ".join(v_shaped.split()).endswith("0 0 1 embed 1 1 1 block.0 2 1 1 block.1 3 0 1 head")
-
-
-def test_the_next_best_says_what_it_lacks_and_what_it_recomputes(answer: Answer) -> None:
-    best = replace(answer.best, plan=replace(answer.best.plan, loss="chunked"))
-    other = answer.result.alternatives[0]
-    stages = tuple(replace(stage, recomputed=()) for stage in other.plan.stages)
-    other = replace(other, plan=replace(other.plan, stages=stages, mesh=replace(other.plan.mesh, compile=True)))
-    shown = replace(answer, result=replace(answer.result, best=best, alternatives=(other,)))
-    assert ", gpipe, compiled, not chunked, no recompute, +25.0%" in rivals_text(shown)[0]
-
-
-@pytest.mark.parametrize(
-    ("recomputed", "words"), [((2,), "gpipe, attention not kept, selective"), ((), "gpipe, no re")]
-)
-def test_the_next_best_says_where_it_recomputes_attention_too(answer: Answer, recomputed, words) -> None:
-    best = replace(
-        answer.best, plan=replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, keeps_attention=True))
-    )
-    other = answer.result.alternatives[0]
-    stages = (StagePlan(0, 2), StagePlan(2, 4, recomputed=recomputed))
-    other = replace(other, plan=replace(other.plan, stages=stages, recompute="selective"))
-    shown = replace(answer, result=replace(answer.result, best=best, alternatives=(other,)))
-    assert words in rivals_text(shown)[0]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "rival", "words"),
-    [
-        ({"sharding": "S(1)"}, {"sharding": "R"}, ("split sequence", "whole sequence")),
-        ({"n_chunks": 4}, {"n_chunks": 2}, ("4 stages a rank", "2 stages a rank")),
-    ],
-)
-def test_plans_whose_columns_read_the_same_say_what_differs(answer: Answer, chosen, rival, words) -> None:
-    like = {"tp": 2, "pp": 2, "schedule": "interleaved", "n_chunks": 2, "sharding": "R"}
-
-    def changed(item, **changes):
-        return replace(item, plan=replace(item.plan, mesh=replace(item.plan.mesh, **{**like, **changes})))
-
-    best, other = changed(answer.best, **chosen), changed(answer.result.alternatives[0], **rival)
-    shown = replace(answer, result=replace(answer.result, best=best, alternatives=(other,)))
-    text = " ".join(plan_table(shown).split())
-    assert text.index(words[0]) < text.index(words[1])
-    assert any(line.startswith("next best") and words[1] in line for line in rivals_text(shown))
-    alone = replace(answer, result=replace(answer.result, best=best, alternatives=()))
-    assert words[0] not in plan_table(alone)
 
 
 def test_what_is_fixed_to_one_mesh_is_given_and_nothing_is_said_to_be_optimal(answer: Answer) -> None:
@@ -490,27 +283,6 @@ def test_a_plan_beyond_the_space_is_said_to_be(answer: Answer) -> None:
     assert "than the space has" not in status_text(answer)
 
 
-def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most = 100
-    monkeypatch.setattr(answers, "MAX_REJECTED", most)
-    far = tuple(Rejection(Mesh(dp=dp), "bound", "no plan of it is faster") for dp in range(most))
-    near = answer.result.rejected  # one lacks memory, one is slower
-    text = answer_to_json(replace(answer, result=replace(answer.result, rejected=(*far, *near))))
-    again = answer_from_json(text)
-    kept = again.result.rejected
-    assert kept == (*far[: most - 2], *near)
-    assert again.result.rejected_by_reason == {"bound": most, "memory": 1, "slower": 1}
-    assert f"of {most + 2} meshes" in rejections_text(again.result)
-    assert answer_from_json(answer_to_json(again)) == again
-
-
-def test_rejected_csv_reads_back_row_by_row(answer: Answer) -> None:
-    rows = list(csv.DictReader(io.StringIO(rejected_csv(answer.result.rejected))))
-    assert [(row["reason"], row["dp"], row["step_s"]) for row in rows] == [("memory", "4", ""), ("slower", "2", "2.0")]
-
-
 def test_a_long_word_in_the_last_column_stays_whole_on_a_line_below():
     table = text_table(("name", "note"), [("a" * 60, "<- channels_last, generated")], width=80)
     assert table.splitlines()[2:] == ["a" * 60 + "  <- channels_last,", " " * 62 + "generated"]
@@ -526,15 +298,6 @@ def test_the_length_of_samples_is_said_where_nobody_chose_it(answer, model, over
     asked = replace(answer, request=Request(model, overrides, "toy_x4", 1, Options(global_batch=8)))
     line = f"{answer.workload.tokens_per_sample} tokens a sample, the default; see --set context=N"
     assert (line in plan_report(asked)) == is_said
-
-
-def test_recipes_that_the_batch_rules_out_are_said_to_be_missing(answer: Answer) -> None:
-    batch = answer.best.plan.mesh.global_batch_size
-    workload = replace(answer.workload, n_devices=batch + 1)
-    assert "no DDP" not in plan_table(replace(answer, workload=workload))  # whose recipes there are
-    hand_rule = replace(answer.result.baselines[0], baseline="hand rule")
-    others = replace(answer, workload=workload, result=replace(answer.result, baselines=(hand_rule,)))
-    assert f"\nno DDP and FSDP: {batch + 1} devices cannot share a batch of {batch} alike" in plan_table(others)
 
 
 def test_the_mark_of_the_chosen_row_stays_whole_on_its_line(answer: Answer) -> None:
