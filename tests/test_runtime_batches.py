@@ -85,7 +85,7 @@ def test_micro_batches_of_a_wrong_batch_are_refused_with_both_numbers():
         [8, 9],
         [10, 11],
     ]
-    with pytest.raises(ValueError, match=r"\[5\] samples .* 3 micro-batches x 2 samples = 6; load that many"):
+    with pytest.raises(ValueError, match=r"\[5\] samples .* 3 micro-batches x 2 samples = 6\n  fix: load that many"):
         micro_batches(make_batch(5), CONFIG, dp_rank=1)
 
 

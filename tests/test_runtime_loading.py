@@ -1,11 +1,13 @@
 """Order, parts and position of training data: what every rank gets, with and without workers, and after a restart."""
 
+import math
 import multiprocessing
 import random
 import re
 import signal
 import subprocess
 import time
+import traceback
 from itertools import islice
 from types import SimpleNamespace
 
@@ -81,6 +83,19 @@ def test_ranks_share_a_stream_of_samples_in_its_order():
     first, second = _of_both_ranks(Stream(25), 3)
     assert first == [list(range(0, 6)), list(range(12, 18)), list(range(100, 106))]
     assert second == [list(range(6, 12)), list(range(18, 24)), list(range(106, 112))]
+
+
+class Samples(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+class Broken(Numbers):
+    def __getitem__(self, index):
+        return [][index]
 
 
 class Augmented(Numbers):
@@ -216,8 +231,21 @@ def test_evaluation_takes_the_samples_in_order_once():
 
 @pytest.mark.parametrize("dataset", [Numbers(11), Stream(11)], ids=["map", "stream"])
 def test_too_few_samples_are_refused_with_both_numbers(dataset):
-    with pytest.raises(DataError, match=r"found (11|fewer) samples, expected at least one global batch \(12\)"):
+    message = (
+        r"model.py: build_dataset: found (11|fewer) samples, expected at least one global batch \(12\)\n  fix: more"
+    )
+    with pytest.raises(DataError, match=message):
         next(_data(dataset))
+
+
+def test_a_generator_is_refused_for_evaluation_and_when_training_has_read_it():
+    data = _data((i, 0) for i in range(24))
+    _samples(data, 2)
+    with pytest.raises(DataError, match="fix: an object with __iter__ in place of a generator"):
+        next(data)
+    model_file = SimpleNamespace(build_eval_dataset=lambda: ((i, 0) for i in range(24)))
+    with pytest.raises(DataError, match="build_eval_dataset: found generator, which is read only once, expected a"):
+        evaluation_data(model_file, config=CONFIG, dp_rank=0, device=CPU)
 
 
 @pytest.mark.parametrize("wrong", [DataLoader(Numbers(3)), 7])
@@ -226,27 +254,76 @@ def test_what_is_no_dataset_is_refused(wrong):
         _data(wrong)
 
 
+@pytest.mark.parametrize("n_workers", [0, 1])
+@pytest.mark.parametrize("kind", [list, lambda samples: Samples(samples)], ids=["map", "stream"])
+def test_a_sample_unlike_the_others_is_named_with_its_number_and_the_field(kind, n_workers):
+    cases = {
+        "inputs: found float32 [5] in sample 7, float32 [4] in others": (torch.zeros(5), 0),
+        "inputs: found text in sample 7, float32 [4] in others": ("text", 0),
+        "inputs: found NoneType in sample 7, float32 [4] in others": None,
+        "targets: found nothing in sample 7, int in others": (torch.zeros(4),),
+    }
+    for message, odd in cases.items():
+        dataset = kind([odd if i == 7 else (torch.zeros(4), 0) for i in range(12)])
+        model_file = SimpleNamespace(build_eval_dataset=lambda dataset=dataset: dataset)
+        data = evaluation_data(model_file, config=CONFIG, dp_rank=1, device=CPU, n_workers=n_workers)
+        with pytest.raises(DataError) as caught:
+            next(data)
+        said = caught.value.code.splitlines()
+        assert said[0] == f"model.py: build_eval_dataset: {message}"
+        assert said[1].startswith("  expected: ") and said[2].startswith("  fix: ")
+        data.close()
+
+
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
         (
-            lambda i: (torch.zeros(4 + i % 2), 0),
-            r"inputs: found float32 \[[45]\] in one sample, float32 \[[45]\] in an",
-        ),
-        (
             lambda i: ({"x": [0.0] * (1 + i % 2)}, 0),
-            r"inputs\.x\.1: found (float|nothing) in one sample, (float|nothing)",
+            r"inputs\.x\.1: found (float|nothing) in sample \d+, (float|nothing) in others",
         ),
-        (lambda i: (torch.zeros(4), None), r"a sample is inputs: float32 \[4\], targets: NoneType"),
+        (lambda i: (torch.zeros(4), None), r"found targets of type NoneType\n  expected: tensors"),
+        (lambda i: None, r"found sample of type NoneType\n  expected: tensors"),
         (lambda i: torch.zeros(4), r"a sample is float32 \[4\]\n  expected: \(inputs, targets\)"),
+        (lambda i: (0, 0, 0), r"a sample is a tuple of 3\n  expected: \(inputs, targets\)"),
     ],
 )
+def test_samples_that_make_no_batch_are_refused_with_what_is_wrong(sample, message):
+    with pytest.raises(DataError, match=rf"^model.py: build_dataset: {message}(.|\n)*  fix: "):
+        next(_data([sample(i) for i in range(12)]))
+
+
+def test_a_batch_that_is_no_pair_is_refused_with_what_collate_returned():
+    model_file = SimpleNamespace(build_dataset=lambda: Numbers(12), collate=lambda samples: samples)
+    with pytest.raises(DataError, match=r"build_dataset: collate\(samples\) returned a list of 6\n"):
+        next(training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0))
+
+
+def _fail(samples):
+    return samples[len(samples)]
+
+
 @pytest.mark.parametrize("n_workers", [0, 1])
-def test_samples_that_make_no_batch_are_named_with_what_differs(sample, message, n_workers):
-    data = _data([sample(i) for i in range(12)], n_workers=n_workers)
-    with pytest.raises(ValueError, match=rf"model.py: build_dataset: {message}(.|\n)*  fix: "):
+@pytest.mark.parametrize("name", ["dataset", "collate"])
+def test_an_error_of_the_model_files_own_code_keeps_its_traceback(name, n_workers):
+    model_file = SimpleNamespace(build_dataset=lambda: Broken(12) if name == "dataset" else Numbers(12))
+    if name == "collate":
+        model_file.collate = _fail
+    data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0, n_workers=n_workers)
+    with pytest.raises(IndexError) as caught:
         next(data)
     data.close()
+    told = "".join(traceback.format_exception(caught.value))
+    assert ("in __getitem__" if name == "dataset" else "in _fail") in told and "list index out of range" in told
+
+
+def test_an_error_of_torch_that_no_sample_explains_stays_as_it_is(monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("unable to allocate shared memory")
+
+    monkeypatch.setattr("torch.stack", full)
+    with pytest.raises(RuntimeError, match="unable to allocate"):
+        next(_data([(torch.zeros(4), 0)] * 12))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +358,25 @@ def test_an_error_on_a_batch_like_those_planned_for_stays_as_it_is():
     data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0)
     with pytest.raises(RuntimeError, match="^of torch$"), data.explaining(next(data)):
         raise RuntimeError("of torch")
+
+
+def test_an_error_about_an_index_says_which_values_the_batch_has():
+    model_file = SimpleNamespace(build_dataset=lambda: [(torch.zeros(4), -i) for i in range(12)])
+    data = training_data(model_file, config=Config(micro_batch_size=12), dp_rank=0, device=CPU, seed=0)
+    with pytest.raises(IndexError) as caught, data.explaining(next(data)):
+        raise IndexError("Target -11 is out of bounds")
+    assert caught.value.__notes__ == ["model.py: build_dataset: targets: found values from -11 to 0 in this batch"]
+
+
+def test_an_error_about_figures_that_are_not_finite_says_which_tensor_of_the_batch_has_such():
+    data = _data([(torch.tensor([0.0, math.nan]), 0)] * 12)
+    with pytest.raises(FloatingPointError) as caught, data.explaining(next(data)):
+        raise FloatingPointError("of the step")
+    other = _data([(torch.zeros(2), 0)] * 12)
+    with pytest.raises(FloatingPointError) as plain, other.explaining(next(other)):
+        raise FloatingPointError("of the step")
+    assert caught.value.__notes__ == ["model.py: build_dataset: inputs: found 6 numbers that are not finite"]
+    assert not hasattr(plain.value, "__notes__")
 
 
 def test_arrays_become_tensors_whoever_makes_the_batch():

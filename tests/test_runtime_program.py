@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from distributed.launch import ends_of_program, run_program
+from distributed.launch import ends_of_program, run_folder, run_program
 
 import autoplan.runtime
 from autoplan.codegen.train_script import train_script
@@ -106,6 +106,56 @@ def test_an_option_that_cannot_be_followed_ends_a_program_with_one_message_and_n
     emit(tmp_path, config={"dp": 2}, has_parallel_model=False)
     (message, printed), other = ends_of_program(tmp_path, 2, "--steps", "3", "--device", "cpu", *options)
     assert message.startswith(told) and printed == "" and other == (1, "")
+
+
+DATASETS = """
+
+def samples(odd=()):
+    \"\"\"48 samples; those at `odd` are a token too long.\"\"\"
+    tokens = [torch.arange(SEQ + 1 + (i in odd)) for i in range(48)]
+    return [(window[:-1], window[1:]) for window in tokens]
+
+
+def build_dataset():
+    return InOrder(samples({16 + 8 + 3}))
+
+
+def build_eval_dataset():
+    return samples({eval})
+
+
+class InOrder:  # in the order of its samples, of which rank 1 gets the later ones of each batch of 16
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+"""
+
+
+def test_a_bad_sample_that_one_rank_meets_in_a_worker_ends_the_job_with_three_lines_and_no_traceback(tmp_path):
+    emit(tmp_path, config={"dp": 2, "micro_batch_size": 8}, has_parallel_model=False)
+    model = tmp_path / "model.py"
+    model.write_text(model.read_text() + DATASETS.replace("{eval}", ""))
+    done = run_folder(tmp_path, 2, "--steps", "3", "--device", "cpu", "--workers", "1", "--eval-every", "1")
+    assert done.returncode == 1 and [line.split()[1] for line in done.stdout.splitlines()] == ["0", "0"]
+    told, _, of_torchrun = done.stderr.partition("\n  fix: make them alike in the dataset")
+    assert told.endswith(
+        "model.py: build_dataset: inputs: found int64 [7] in sample 27, int64 [6] in others\n"
+        "  expected: the same in all samples of a batch"
+    )
+    assert "Traceback" not in told and "[rank" not in done.stderr and "in sample 27" not in of_torchrun
+
+
+def test_an_evaluation_set_that_the_model_cannot_take_ends_a_program_before_its_first_step(tmp_path):
+    emit(tmp_path, config={"dp": 2, "micro_batch_size": 8}, has_parallel_model=False)
+    model = tmp_path / "model.py"
+    model.write_text(model.read_text() + DATASETS.replace("{eval}", "range(48)"))
+    for told, printed in ends_of_program(tmp_path, 2, "--steps", "3", "--device", "cpu", "--eval-every", "3"):
+        assert told.startswith(
+            "model.py: build_eval_dataset: inputs: found int64 of shape [7] per sample, planned int64 of shape [6]"
+        )
+        assert printed == ""
 
 
 def test_script_keeps_values_and_any_header():

@@ -89,7 +89,13 @@ def main():
         ),
     }}
     model = ParallelModel(config, model_file, {parallel_model}, mesh=mesh, **options)
-    reading = {{"config": config, "dp_rank": mesh.dp_rank, "device": mesh.device, "n_workers": arguments.workers}}
+    reading = {{
+        "config": config,
+        "dp_rank": mesh.dp_rank,
+        "device": mesh.device,
+        "rehearsal": model.rehearsal,
+        "n_workers": arguments.workers,
+    }}
     run = evaluation = trace = None
     if arguments.eval_every:
         data = evaluation_data(model_file, **reading)

@@ -25,7 +25,7 @@ It is copied as it stands into the folder of a program.
     finite, hang_watch, same_batch    numbers that are not finite, ranks that do not come, or have other samples
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     batches, loading, train      batches, their order and position, the loop
-    samples                      what is wrong with those of a dataset
+    samples, rehearsal           what is wrong with those of a dataset; the first batch, tried before a step
     metrics                      what is measured and written of a step
     parity, dropout              the comparison with one process, in which nothing is dropped at random
     step_trace, step_profile     traces of some steps, where the time of one goes

@@ -142,12 +142,13 @@ def micro_batches(batch: Batch, config: Config, *, dp_rank: int) -> list[Batch]:
 
     Raises: ValueError when a tensor does not have the planned number of samples.
     """
-    found = {tensor.shape[0] for tensor in flatten_tensors(batch)}
+    found = {len(tensor) if tensor.dim() else 0 for tensor in flatten_tensors(batch)}
     size, n_micro_batches = config.micro_batches_of(dp_rank)
     if found != {size * n_micro_batches}:
         raise ValueError(
             f"the batch of one data-parallel rank has {sorted(found)} samples in its tensors, planned: "
-            f"{n_micro_batches} micro-batches x {size} samples = {size * n_micro_batches}; load that many "
-            "for this rank, or plan again with the global batch that you load (global_batch, or --global-batch)"
+            f"{n_micro_batches} micro-batches x {size} samples = {size * n_micro_batches}\n"
+            "  fix: load that many for this rank, or plan again with the global batch that you load (global_batch, or"
+            " --global-batch)"
         )
     return [batch_slice(batch, i * size, (i + 1) * size) for i in range(n_micro_batches)]

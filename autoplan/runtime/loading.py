@@ -20,7 +20,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count, islice
 from multiprocessing.context import BaseContext
@@ -32,7 +32,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from .batches import Batch, flatten_tensors, global_batch, local_batch, map_tensors
 from .config import Config
 from .refusal import DataError, OptionError
-from .samples import Collating, naming_differences
+from .rehearsal import Rehearsal
+from .samples import Collating, Drawn, NoBatch, check_first_batch, naming_differences
 from .seeds import mixed_seed, scrambled, seeding_the_host
 
 Collate = Callable[[list[Any]], Any]
@@ -77,18 +78,30 @@ class Reading:
         """The samples of this rank, of a global batch."""
         return samples[self.config.samples_of(self.dp_rank)]
 
-    def loader(self, dataset: Any, epoch: int, **options: Any) -> DataLoader[Any]:
-        """A loader of one epoch; it draws no number from the generator of training."""
-        return DataLoader(
+    def check_first(self, batch: Batch, rehearsal: Rehearsal | None) -> None:
+        """Refuse a batch with which no step can be taken; without a rehearsal take any."""
+        if rehearsal is not None:
+            check_first_batch(batch, rehearsal, config=self.config, dp_rank=self.dp_rank, dataset=self.dataset)
+
+    def batches(self, dataset: Any, epoch: int, **options: Any) -> Iterator[Batch]:
+        """The batches of one epoch, by a loader that draws no number from the generator of training.
+
+        Raises: DataError when samples make no batch.
+        """
+        loader: DataLoader[Batch | NoBatch] = DataLoader(
             dataset,
             num_workers=self.n_workers,
-            collate_fn=Collating(self.collate, self.dataset),
+            collate_fn=cast(Collate, Collating(self.collate, self.dataset)),  # of what `dataset` draws
             pin_memory=self.pins,
             generator=torch.Generator().manual_seed(mixed_seed(self.seed, epoch)),
             worker_init_fn=_outlive_signals,
             multiprocessing_context=_context() if self.n_workers else None,
             **options,
         )
+        for batch in loader:
+            if isinstance(batch, NoBatch):
+                raise DataError(batch.reason)
+            yield batch
 
 
 class _Worker(multiprocessing.Process):
@@ -118,6 +131,7 @@ class TrainingData:
     """One data-parallel rank's batches, step after step, from a position that can be kept and set.
 
     `stream` gives the batches from a position on. On a GPU the next batch is copied there while a step runs.
+    `check` may refuse the first batch that is handed out.
     Under `explaining(batch)` an error has a note on how the batch differs from those planned for, if it does.
     """
 
@@ -126,9 +140,11 @@ class TrainingData:
         stream: Callable[[Position], Stream],
         *,
         device: torch.device,
+        check: Callable[[Batch], None] = lambda _: None,
         explaining: Callable[[Batch], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        self._stream, self._device, self.explaining = stream, device, explaining
+        self._stream, self._device, self._check, self.explaining = stream, device, check, explaining
+        self._is_checked = False
         self._position = Position()
         self._batches: Stream | None = None
 
@@ -140,6 +156,9 @@ class TrainingData:
             batches = self._stream(self._position)
             self._batches = _one_ahead(batches, self._device) if self._device.type == "cuda" else batches
         batch, self._position = next(self._batches)
+        if not self._is_checked:
+            self._check(batch)
+            self._is_checked = True
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,13 +185,14 @@ def training_data(
     device: torch.device,
     seed: int,
     n_different: int | None = None,
+    rehearsal: Rehearsal | None = None,
     **reading: Any,
 ) -> TrainingData:
     """The batches of the model file's `build_dataset`, or random ones of its `make_batch`.
 
     With `n_different` they are so many batches of `make_batch`, again and again, so that a step is timed without what
-    it takes to draw or read a batch. `reading` has further fields of `Reading`. A function `collate(samples)` in the
-    model file replaces torch's.
+    it takes to draw or read a batch. With a `rehearsal` the first batch of a dataset is checked before it is handed
+    out. `reading` has further fields of `Reading`. A function `collate(samples)` in the model file replaces torch's.
 
     Raises: OptionError when `n_different` is below 1; DataError when a dataset is none.
     """
@@ -181,7 +201,9 @@ def training_data(
             f"--repeat-batches: found {n_different}, expected 1 or more\n  fix: leave it out for new ones"
         )
     if n_different is None and hasattr(model_file, "build_dataset"):
-        return _dataset_data(model_file, "build_dataset", config, dp_rank, device, seed=seed, **reading)
+        dataset = _dataset_of(model_file, "build_dataset")
+        how = _reading(model_file, "build_dataset", config, dp_rank, device, seed=seed, **reading)
+        return _dataset_data(dataset, how, model_file, device, rehearsal=rehearsal)
     draw = partial(
         synthetic_batches,
         model_file.make_batch,
@@ -197,40 +219,70 @@ def training_data(
 
 
 def evaluation_data(
-    model_file: Any, *, config: Config, dp_rank: int, device: torch.device, n_workers: int = 0
+    model_file: Any,
+    *,
+    config: Config,
+    dp_rank: int,
+    device: torch.device,
+    rehearsal: Rehearsal | None = None,
+    n_workers: int = 0,
 ) -> TrainingData:
     """The batches of one pass over the model file's `build_eval_dataset`, in its order; what is left is dropped.
 
-    Raises: OptionError when the model file has none; DataError when it is no dataset.
+    With a `rehearsal` the first batch is read and checked at once, by this process, as if it had not been.
+
+    Raises: OptionError when the model file has none; DataError when it is no dataset, or when the check finds a fault.
     """
     if not hasattr(model_file, "build_eval_dataset"):
         raise OptionError(
             "--eval-every: the model file has no build_eval_dataset()\n"
             "  expected: a function that returns a dataset of (inputs, targets)\n  fix: add it, or leave the option out"
         )
+    dataset = _dataset_of(model_file, "build_eval_dataset")
+    if isinstance(dataset, Iterator) and not isinstance(dataset, Dataset):
+        raise DataError(
+            f"model.py: build_eval_dataset: found {type(dataset).__name__}, which is read only once, expected a dataset"
+            " that each evaluation reads from its start\n"
+            "  fix: return a list, or an IterableDataset whose __iter__ begins anew"
+        )
     options = {"n_workers": n_workers, "shuffles": False, "repeats": False}
-    return _dataset_data(model_file, "build_eval_dataset", config, dp_rank, device, **options)
+    how = _reading(model_file, "build_eval_dataset", config, dp_rank, device, **options)
+    if rehearsal is not None:
+        first = _batches(dataset, replace(how, n_workers=0, pins=False), Position())
+        with seeding_the_host(), closing(first):
+            how.check_first(next(first)[0], rehearsal)
+    return _dataset_data(dataset, how, model_file, device)
+
+
+def _dataset_of(model_file: Any, name: str) -> Any:
+    dataset = getattr(model_file, name)()
+    if isinstance(dataset, DataLoader) or not (_is_map_style(dataset) or hasattr(dataset, "__iter__")):
+        raise DataError(
+            f"model.py: {name}: found {type(dataset).__name__}, expected a dataset of (inputs, targets)\n"
+            "  fix: return what has __getitem__ and __len__, or __iter__; the program makes the batches"
+        )
+    return dataset
+
+
+def _reading(model_file: Any, name: str, config: Config, dp_rank: int, device: torch.device, **fields: Any) -> Reading:
+    collate = getattr(model_file, "collate", default_collate)
+    pins = device.type == "cuda"
+    return Reading(config=config, dp_rank=dp_rank, pins=pins, collate=collate, dataset=name, **fields)
 
 
 def _dataset_data(
-    model_file: Any, name: str, config: Config, dp_rank: int, device: torch.device, **fields: Any
+    dataset: Any, reading: Reading, model_file: Any, device: torch.device, *, rehearsal: Rehearsal | None = None
 ) -> TrainingData:
-    dataset = getattr(model_file, name)()
-    collate = getattr(model_file, "collate", default_collate)
-    reading = Reading(
-        config=config, dp_rank=dp_rank, pins=device.type == "cuda", collate=collate, dataset=name, **fields
-    )
-    if isinstance(dataset, DataLoader) or not (_is_map_style(dataset) or hasattr(dataset, "__iter__")):
-        raise DataError(
-            f"{name}: found {type(dataset).__name__}, expected a dataset of (inputs, targets)\n"
-            "  fix: return what has __getitem__ and __len__, or __iter__; the program makes the batches"
-        )
-    batches = map_style_batches if _is_map_style(dataset) else iterable_batches
     return TrainingData(
-        lambda start: batches(dataset, reading, start),
+        lambda start: _batches(dataset, reading, start),
         device=device,
-        explaining=lambda batch: naming_differences(batch, model_file, dataset=name),
+        check=lambda batch: reading.check_first(batch, rehearsal),
+        explaining=lambda batch: naming_differences(batch, model_file, dataset=reading.dataset),
     )
+
+
+def _batches(dataset: Any, reading: Reading, start: Position) -> Stream:
+    return (map_style_batches if _is_map_style(dataset) else iterable_batches)(dataset, reading, start)
 
 
 def _is_map_style(dataset: Any) -> bool:
@@ -268,15 +320,14 @@ def map_style_batches(dataset: Dataset[Any], reading: Reading, start: Position =
     """
     n_samples, size = len(dataset), reading.config.global_batch_size  # type: ignore[arg-type]
     if n_samples < size:
-        raise _too_small(f"{n_samples}", size)
+        raise _too_small(f"{n_samples} samples", reading)
     for epoch in count(start.epoch):
         order = torch.arange(n_samples)
         if reading.shuffles:
             order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(mixed_seed(reading.seed, epoch)))
         samples = _SeededSamples(dataset, seed=scrambled(mixed_seed(reading.seed, epoch)))
         taken = start.n_samples if epoch == start.epoch else 0
-        loader = reading.loader(samples, epoch, batch_sampler=_RankBatches(order, reading, taken))
-        for batch in loader:
+        for batch in reading.batches(samples, epoch, batch_sampler=_RankBatches(order, reading, taken)):
             taken += size
             yield batch, Position(epoch, taken)
         if not reading.repeats:
@@ -306,19 +357,16 @@ class _SeededSamples(Dataset[Any]):
     def __init__(self, dataset: Any, *, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> Sequence[Any]:
+    def __getitems__(self, indices: list[int]) -> Drawn:
         samples = []
         with seeding_the_host() as seed_all:
             if hasattr(self._dataset, "__getitems__"):
                 seed_all(mixed_seed(self._seed, indices[0]))
-                return cast(Sequence[Any], self._dataset.__getitems__(indices))
+                return Drawn(self._dataset.__getitems__(indices), indices)
             for index in indices:
                 seed_all(mixed_seed(self._seed, index))
                 samples.append(self._dataset[index])
-        return samples
+        return Drawn(samples, indices)
 
 
 def iterable_batches(dataset: Any, reading: Reading, start: Position = Position()) -> Stream:
@@ -332,22 +380,23 @@ def iterable_batches(dataset: Any, reading: Reading, start: Position = Position(
             dataset.set_epoch(epoch)
         n_skipped = taken = start.n_samples if epoch == start.epoch else 0
         parts = _RankParts(dataset, reading, n_skipped)
-        for batch in reading.loader(parts, epoch, batch_size=None):
+        for batch in reading.batches(parts, epoch, batch_size=None):
             taken += size
             yield batch, Position(epoch, taken)
         if taken == 0:
-            raise _too_small("fewer", size)
+            again = "an object with __iter__ in place of a generator, which is read only once"
+            raise _too_small("fewer samples", reading, more=again if epoch else "more data")
         if not reading.repeats:
             return
 
 
-class _RankParts(IterableDataset[list[Any]]):
+class _RankParts(IterableDataset[Drawn]):
     """The samples of one rank, batch by batch, of a stream that all ranks read; a worker takes every n-th batch."""
 
     def __init__(self, dataset: Any, reading: Reading, n_skipped: int) -> None:
         self._dataset, self._reading, self._n_skipped = dataset, reading, n_skipped
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Drawn]:
         worker = get_worker_info()
         own, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         size = self._reading.config.global_batch_size
@@ -357,7 +406,8 @@ class _RankParts(IterableDataset[list[Any]]):
             if len(samples) < size:
                 return
             if index % n_workers == own:
-                yield list(self._reading.part(samples))
+                first = self._n_skipped + index * size
+                yield Drawn(list(self._reading.part(samples)), self._reading.part(range(first, first + size)))
 
 
 def _one_ahead(batches: Stream, device: torch.device) -> Stream:
@@ -386,8 +436,8 @@ def _handed_over(batch: Batch, position: Position, copied: torch.cuda.Event) -> 
     return batch, position
 
 
-def _too_small(found: str, size: int) -> DataError:
+def _too_small(found: str, reading: Reading, *, more: str = "more data") -> DataError:
     return DataError(
-        f"the dataset: found {found} samples, expected at least one global batch ({size})\n"
-        "  fix: more data, or a plan for a smaller --global-batch"
+        f"model.py: {reading.dataset}: found {found}, expected at least one global batch"
+        f" ({reading.config.global_batch_size})\n  fix: {more}, or a plan for a smaller --global-batch"
     )

@@ -43,6 +43,7 @@ from .optimizer import LEARNING_RATE, build_optimizer_of, naming_distributed_ten
 from .pipeline import Pipeline
 from .process_group import failing_after_others
 from .recompute import unchanged_buffers
+from .rehearsal import Rehearsal
 from .replicas import equalize_replicas
 from .same_batch import check_same_batch
 from .seeds import training_seed
@@ -73,6 +74,7 @@ class ParallelModel(nn.Module):
         whole: names and shapes of the user's tensors, as a checkpoint holds them.
         shards: how tensor parallelism divides parameters, by name.
         compressed: what compressed reductions of each stage remember.
+        rehearsal: tries a batch without a step.
         n_steps: optimizer steps taken, in this run and those that it resumed.
         is_told_to_stop: set it on any rank, and `stops` is true on all of them after the next step.
         is_left_alone: whether nothing changes modules between steps but `evaluate`, so that a CUDA graph can be checked
@@ -110,6 +112,7 @@ class ParallelModel(nn.Module):
         self._max_grad_norm = max_grad_norm
         self._loss_fn = loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
+        self.rehearsal = Rehearsal(model_file, build_model, is_generated=parallel_model is not None)
 
         self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
         stages = self._build_stages(build_model, seed)
