@@ -18,10 +18,11 @@ from autoplan.runtime.batches import (
     tensors_at,
 )
 from autoplan.runtime.config import Config
-from autoplan.runtime.loading import Position, synthetic_batches
+from autoplan.runtime.loading import synthetic_batches
 from autoplan.runtime.model_calls import loss_of
 from autoplan.runtime.pipeline import Boundary, PerSample
 from autoplan.runtime.planned_devices import DeviceCountError, WorldSizeError, check_device_count, check_world_size
+from autoplan.runtime.reading import Position
 from autoplan.runtime.recompute import apply_recompute
 
 CONFIG = Config(dp=2, micro_batch_size=2, n_micro_batches=3)

@@ -24,7 +24,7 @@ It is copied as it stands into the folder of a program.
     checkpoint_folder, checkpoint_planner, checkpoint_weights    how it lies in files, written whole or not at all
     finite, hang_watch, same_batch    numbers that are not finite, ranks that do not come, or have other samples
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
-    batches, loading, train      batches, their order and position, the loop
+    batches, reading, loading, train    batches, their order and position, the loop
     samples, rehearsal           what is wrong with those of a dataset; the first batch, tried before a step
     metrics                      what is measured and written of a step
     parity, dropout              the comparison with one process, in which nothing is dropped at random

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from .batches import Batch, global_batch, local_batch
 from .dropout import without_dropout
-from .loading import Position, TrainingData
+from .loading import TrainingData
 from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
 from .parallel import ParallelModel
 from .parity import PlainTraining, compare, largest_difference
+from .reading import START
 from .step_profile import StepProfile
 from .step_trace import StepTrace
 
@@ -159,7 +160,7 @@ class Evaluation:
     def run(self, step: int) -> EvaluationRecord:
         """Evaluate now; training goes on as if it had not been."""
         start_s = time.perf_counter()
-        self._data.load_state_dict(asdict(Position()))
+        self._data.load_state_dict(asdict(START))
         found = [self._loss_and_weight(batch) for batch in islice(self._data, self._n_batches)]
         self._data.close()
         losses, weights = (torch.stack(column).double() for column in zip(*found, strict=True))
