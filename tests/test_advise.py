@@ -40,11 +40,13 @@ def _row(
     n_hosts: int, n_devices: int, *, compute_s: float, comm_s: float = 0.0, launch_s: float = 0.0, **changes
 ) -> WhatIfRow:
     seconds = {"compute": compute_s, "exposed_dp": comm_s, "launch": launch_s}
+    step_s = sum(seconds.values())
     result = toy_result(
         n_hosts=n_hosts,
         n_devices=n_devices,
         n_used_devices=n_devices,
-        step_s=compute_s + comm_s + launch_s,
+        step_s=step_s,
+        step_s_interval=(0.8 * step_s, 1.25 * step_s),
         breakdown=tuple((f"{part}_s", seconds.get(part, 0.0)) for part in PARTS),
     )
     return toy_row(result=result, point=Point("toy", n_hosts, 8, "bf16"), n_samples=8000.0, **changes)
@@ -76,6 +78,7 @@ GOOD = Facts(
 @pytest.mark.parametrize(
     ("rule", "changes"),
     [
+        ("fewer_first", {"one": _row(1, 1, compute_s=1.25 * 1.02)}),
         ("feed_first", {"host": _row(1, 8, compute_s=1.0, loading=Loading(samples_per_s_per_host=4.0))}),
         ("busy_first", {"one": _row(1, 1, compute_s=8.0, launch_s=2.0)}),
         ("busy_first", {"host": _row(1, 8, compute_s=1.0, launch_s=0.25)}),
@@ -142,6 +145,26 @@ def test_advice_names_the_axes_and_the_unit_of_the_plan() -> None:
     assert "a sample costs" in stay_on_one(facts).figures
 
 
+def test_fewer_devices_that_may_be_as_fast_are_told_first_with_both_times() -> None:
+    def told(one_s: float, **changes) -> list[str]:
+        facts = replace(GOOD, hosts=ROWS[:1], one=_row(1, 1, compute_s=one_s), **changes)
+        said = [rule(facts) for rule in RULES]
+        return [text for item in said if item.applies for text in (item.advice, item.figures)]
+
+    # the host takes 1.02 s, up to 1.275 s by its interval
+    as_fast = told(1.0)
+    assert as_fast[0] == "take 1 device: as fast as 8 devices"
+    assert as_fast[1] == "1 device: 1 s a step; 8 devices: 1.02 s, off by -20% +25%"
+    assert not any("whole host" in text for text in as_fast)
+    assert told(1.27)[0] == "take 1 device: perhaps as fast as 8 devices"
+    assert told(1.28)[0] == "use the whole host by data parallelism"
+    # 1000 steps of 1.27 s miss a deadline that the host meets
+    assert told(1.27, deadline_s=1100.0)[0] == "use the whole host by data parallelism"
+    half = told(8.0, half=_row(1, 4, compute_s=1.2))
+    assert half[0] == "take 4 devices: perhaps as fast as 8 devices"
+    assert "take 4 devices, or a larger batch: 8 may be no faster, in one host too" in half
+
+
 def test_figures_by_hand() -> None:
     assert speed_up(ROWS[1], ROWS[0]) == pytest.approx(1.02 / 0.54, rel=1e-6)
     assert passes(ROWS, 0.10) is ROWS[2] and passes(ROWS, 0.9) is None
@@ -163,7 +186,7 @@ def test_clusters_that_gain_less_than_one_percent_are_one_line() -> None:
 def test_devices_that_gain_nothing_in_one_host_are_not_offered_instead_of_two() -> None:
     idle = replace(_row(1, 8, compute_s=2.0, comm_s=0.02), n_idle_devices=4)
     said = not_over_two_hosts(replace(GOOD, host=idle, split=replace(idle, n_hosts=2)))
-    assert said.applies and said.advice == "take 4 devices, or a larger batch: 8 gain less than 1%, in one host too"
+    assert said.applies and said.advice == "take 4 devices, or a larger batch: 8 may be no faster, in one host too"
     assert "4 of 8 devices idle; 8 devices in one host: +0%" in said.figures
     flat = stop_scaling(replace(GOOD, hosts=(ROWS[0], replace(_row(2, 16, compute_s=1.015), n_idle_devices=8))))
     assert "more of them gain less than 1%" in flat.advice and flat.figures.endswith("8 of 16 devices idle")
@@ -223,6 +246,8 @@ def test_groups_of_a_mixed_cluster_train_together_where_that_is_faster() -> None
     # 1 / 0.75 of the fast group; apart they train 1 + 1/2 in the time in which together they train 1 / 0.75
     assert [rule.applies for rule in rules] == [True, True, False]
     assert "1.33 times as fast as 8 x toy alone" in rules[0].advice and "1.13 times the samples" in rules[1].advice
+    unsure = mixed_rules(_row(12, 96, compute_s=0.85), [fast, slow], deadline_s=None)  # 0.85 s, up to 1.06 s
+    assert unsure[0].advice.endswith("8 x toy alone, or no faster: 1 s and 850 ms a step, off by -20% +25%")
     held_back = mixed_rules(_row(12, 96, compute_s=0.75, comm_s=0.3), [fast, slow], deadline_s=10.0)
     assert held_back[0].advice.startswith("train on 8 x toy alone") and held_back[2].applies
     too_big = mixed_rules(fast, [NO_PLAN, NO_PLAN], deadline_s=None)

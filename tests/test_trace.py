@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
 from autoplan.runtime.construction import build_whole_model
-from autoplan.runtime.known_values import NO_VALUES, KnownValues, build_on_meta
+from autoplan.runtime.known_values import KnownValues, build_on_meta
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.overlaid_graph import input_path
 from autoplan.tracing.second_names import SECOND_NAMES
@@ -396,7 +396,7 @@ def test_build_model_may_read_numbers_that_torch_makes(tmp_path, rates):
 
 @pytest.mark.parametrize(
     "rates",
-    ["[nn.Linear(depth, 4).weight.mean().item()]", "torch.linspace(0, 0.1, depth).numpy()", "torch.rand(3).tolist()"],
+    ["[nn.Linear(depth, 4).weight.mean().item()]", "torch.rand(3).tolist()"],
 )
 @pytest.mark.parametrize("overrides", [{}, {"depth": 6}])
 def test_numbers_that_tensors_without_memory_do_not_have_are_refused_with_their_line(tmp_path, rates, overrides):
@@ -413,21 +413,20 @@ def test_what_is_written_into_a_known_tensor_is_known_and_what_is_random_makes_i
         numbers[1:3] = torch.arange(2.0, 4.0)
         assert numbers.tolist() == [0.0, 2.0, 3.0, 0.0]
         numbers[:2].uniform_()
-        with pytest.raises(NotImplementedError, match=NO_VALUES):
+        with pytest.raises(NotImplementedError, match="meta tensor"):
             numbers.tolist()
 
 
 @pytest.mark.parametrize("write_into", ["parameter", "data"])
-def test_a_tensor_that_is_written_by_another_name_is_not_known(write_into):
+def test_what_is_written_by_another_name_is_known(write_into):
     with torch.device("meta"), KnownValues():
         numbers = torch.zeros(4)
         assert numbers.tolist() == [0.0] * 4
         if write_into == "parameter":
             nn.init.constant_(nn.Parameter(numbers), 0.5)
         else:
-            numbers.data = torch.ones(4)
-        with pytest.raises(NotImplementedError, match=NO_VALUES):
-            numbers.tolist()
+            numbers.data = torch.full((4,), 0.5)
+        assert numbers.tolist() == [0.5] * 4
 
 
 LINEAR = "def build_model():\n    return nn.Linear(4, 4)\n"

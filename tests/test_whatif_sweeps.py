@@ -16,6 +16,7 @@ from autoplan.errors import InputError
 from autoplan.hardware.cluster import load_hardware
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
+from autoplan.search import GOOD_ENOUGH
 from autoplan.what_if import asking
 from autoplan.what_if import points as whatif_points
 from autoplan.what_if import sweep as sweeping
@@ -30,6 +31,7 @@ CHECKOUT = Path(__file__).parent.parent
 GPT = str(CHECKOUT / "examples" / "gpt.py")
 MLP = str(CHECKOUT / "examples" / "mlp.py")
 CHAR = (("size", "char"),)
+PLAIN = Options(fix=(("schedule", "plain"),))
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +69,20 @@ def test_more_hosts_are_never_slower_than_fewer(monkeypatch: pytest.MonkeyPatch,
         return replace(result, status="feasible", step_s=1.25, gap=0.992)  # no plan takes less than 0.01 s
 
     monkeypatch.setattr(sweeping, "solve_point", stop_early)
-    one, two = ask(_question()).rows
+    one, two = ask(_question(options=PLAIN)).rows
     assert (two.step_s, two.n_hosts, two.status) == (one.step_s, 2, "feasible")
     assert two.fix == one.fix and two.n_idle_devices == (one.n_idle_devices or 0) + 8
     assert two.gap == (None if found == "nothing" else pytest.approx(max(0.0, 1.0 - 0.01 / (one.step_s or 0.0))))
     assert [problem.hardware.n_hosts for problem in asked] == [1, 2, 2]
     monkeypatch.setattr(sweeping, "solve_point", solve)
-    assert ask(_question()).rows == (one, two)  # all three searches are kept
+    assert ask(_question(options=PLAIN)).rows == (one, two)  # all three searches are kept
+
+
+def test_the_mesh_of_a_quick_plan_is_judged_under_every_schedule() -> None:
+    (quick,), (plain,) = ask(_question(hosts=(1,))).rows, ask(_question(hosts=(1,), options=PLAIN)).rows
+    (full,) = ask(_question(hosts=(1,), search="full")).rows
+    assert "1f1b" in (plain.plan or "") and "interleaved" in (quick.plan or "")
+    assert quick.step_s == pytest.approx(full.step_s, rel=GOOD_ENOUGH) and quick.step_s < plain.step_s
 
 
 def test_a_plan_counts_for_every_number_of_hosts_that_has_its_devices() -> None:
@@ -92,13 +101,13 @@ def test_a_plan_counts_for_every_number_of_hosts_that_has_its_devices() -> None:
 
 def test_a_damaged_result_is_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeping, "cache_entry", lambda name, key: tmp_path / f"{key}.json")
-    first = ask(_question(hosts=(1,)))
+    first = ask(_question(hosts=(1,), options=PLAIN))
     (entry,) = tmp_path.glob("*.json")
     for text in ("{", json.dumps({**json.loads(entry.read_text()), "result": '{"step_s": 1e-9}'}), "[1]"):
         entry.write_text(text)
-        again = ask(_question(hosts=(1,)))
+        again = ask(_question(hosts=(1,), options=PLAIN))
         assert again.sweep.n_kept == 0 and again.rows == first.rows
-    assert ask(_question(hosts=(1,))).sweep.n_kept == 1
+    assert ask(_question(hosts=(1,), options=PLAIN)).sweep.n_kept == 1
 
 
 def test_processes_and_the_command_line_give_the_same_rows(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import Config
-from .known_values import build_on_meta
+from .known_values import NumbersOnHost, build_on_meta
 from .mesh import RankMesh
 from .weights import load_weights
 
@@ -33,7 +33,7 @@ def build_whole_model(
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
     torch.manual_seed(seed)
-    with torch.device(device):
+    with torch.device(device), NumbersOnHost():
         model = build_model()
     model._apply(cast)  # type: ignore[no-untyped-call]
     return model.train()

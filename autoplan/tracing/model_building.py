@@ -17,13 +17,26 @@ if TYPE_CHECKING:
 
 _WITH_VALUES = "build_model{} to accept these --set values\n  fix: give values the model file knows"
 _WITHOUT_VALUES = "build_model{} to build the model without arguments\n  fix: correct it"
-_ON_META = (
-    'numbers that have values: build_model runs under torch.device("meta"), where weights have none\n'
-    '  fix: make them in Python, or by torch with device="cpu", as torch.linspace(0, 0.1, 6, device="cpu")'
-)
 _UNKNOWN_NAME = re.compile(r"got an unexpected keyword argument '(\w+)'")
 # Of `item`, `tolist` and `cpu`, of NumPy, of a format, and of what counts values, as `nonzero`.
 _LACKS_VALUES = re.compile(r"\b[Mm]eta (device type )?tensor|Tensor\.__format__|register_meta")
+_ON_META = (  # messages of torch and NumPy, and what is expected in their place
+    (
+        _LACKS_VALUES,
+        'numbers that have values: build_model runs under torch.device("meta"), where weights have none\n'
+        '  fix: make them in Python, or by torch with device="cpu", as torch.linspace(0, 0.1, 6, device="cpu"); random'
+        " ones also with generator=torch.Generator().manual_seed(0); decide nothing by the values of weights",
+    ),
+    (
+        re.compile("incompatible tensor type"),
+        'weights that stay where they are: build_model runs under torch.device("meta")\n'
+        "  fix: write into them, as weight.data.copy_(x), or replace them by nn.Parameter(x)",
+    ),
+    (
+        re.compile("is read-only"),
+        "no writes into the array of a tensor\n  fix: write into a copy, as x.numpy().copy()",
+    ),
+)
 
 
 def build_users_model(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:
@@ -46,8 +59,7 @@ def build_users_model(build_model: Callable[..., nn.Module], overrides: dict[str
             ) from error
         called = f"build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())})"
         expected = (_WITH_VALUES if overrides else _WITHOUT_VALUES).format(signature)
-        if _LACKS_VALUES.search(str(error)):
-            expected = _ON_META
+        expected = next((told for message, told in _ON_META if message.search(str(error))), expected)
         raise InputError(f"{path}: {called} failed: {user_frame(error, path)}\n  expected: {expected}") from error
 
 
@@ -58,9 +70,9 @@ def _build_knowing_numbers(build: Callable[[], nn.Module]) -> nn.Module:
     """
     try:
         return build()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         if not _LACKS_VALUES.search(str(error)):
             raise
-    from autoplan.runtime.known_values import build_on_meta
+    from autoplan.runtime.known_values import build_with_values
 
-    return build_on_meta(build)
+    return build_with_values(build)

@@ -218,7 +218,7 @@ def _overlay_argument(a: Any, b: Any, names: dict[torch.fx.Node, str], where: st
         if a != b and not (a != a and b != b):
             raise TraceError(
                 f"{where}: a number is {a} for batch {BATCH_A} and {b} for batch {BATCH_B}\n"
-                "  expected: numbers that do not depend on the batch\n"
+                "  expected: numbers that depend neither on the batch nor on random numbers without a seed\n"
                 f"  fix: {_COUNT}; or use --module-level"
             )
         return a

@@ -80,6 +80,13 @@ def efficiency(row: WhatIfRow, than: WhatIfRow) -> float | None:
     return None if gain is None else gain * than.n_devices / row.n_devices
 
 
+def as_fast_as(row: WhatIfRow, *, than: WhatIfRow) -> bool:
+    """Whether a step of a row may be as fast: within the interval of the step of the other."""
+    if row.step_s is None or than.step_s is None:
+        return False
+    return row.step_s <= (than.step_s_interval or (than.step_s, than.step_s))[1]
+
+
 def passes(rows: Sequence[WhatIfRow], share: float) -> WhatIfRow | None:
     """The first row in which devices wait longer than this share of the time for communication."""
     return next((row for row in rows if row.exposed_share is not None and row.exposed_share > share), None)

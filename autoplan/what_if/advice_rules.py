@@ -18,6 +18,7 @@ from autoplan.what_if.advice_facts import (
     MUCH,
     Advice,
     Facts,
+    as_fast_as,
     efficiency,
     is_starved,
     passes,
@@ -25,7 +26,7 @@ from autoplan.what_if.advice_facts import (
     stop_at,
 )
 from autoplan.what_if.conditions import SECONDS_PER_DAY
-from autoplan.what_if.rows import WhatIfRow
+from autoplan.what_if.rows import WhatIfRow, off_by
 
 WORTH = 0.01  # of speed: a cluster that gains less over a smaller one is no alternative to it
 MANY_DEVICES, LONG_S = 256, 7 * SECONDS_PER_DAY  # from where on failures count
@@ -63,6 +64,38 @@ def _meets(facts: Facts, row: WhatIfRow) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------- rules
+
+
+def fewer_first(facts: Facts) -> Advice:
+    """Fewer devices take as long as those that the other rules speak of, as far as can be told."""
+    most = next((row for row in (stop_at(facts.hosts), facts.host) if row and _fewer(facts, row)), facts.host)
+    found = _fewer(facts, most)
+    row = found or facts.one
+    fewer, more = count(row.n_devices, "device"), count(most.n_devices, "device")
+    is_sure = row.step_s is not None and most.step_s is not None and row.step_s <= most.step_s
+    return Advice(
+        "fewer devices may be as fast",
+        found is not None,
+        f"take {fewer}: {'as' if is_sure else 'perhaps as'} fast as {more}",
+        "no plan on one device or on hosts"
+        if row.step_s is None or most.step_s is None
+        else f"{fewer}: {format_seconds(row.step_s)} a step; {more}: {format_seconds(most.step_s)}, "
+        f"off by {off_by(most)}",
+    )
+
+
+def _fewer(facts: Facts, most: WhatIfRow) -> WhatIfRow | None:
+    """The fewest devices that may be as fast as `most`, and miss no deadline that it meets."""
+    return next(
+        (
+            row
+            for row in (facts.one, facts.half, facts.host)
+            if row.n_devices < most.n_devices
+            and as_fast_as(row, than=most)
+            and (_meets(facts, row) or not _meets(facts, most))
+        ),
+        None,
+    )
 
 
 def feed_first(facts: Facts) -> Advice:
@@ -163,7 +196,7 @@ def data_parallel(facts: Facts) -> Advice:
     share = efficiency(facts.host, facts.one)
     return Advice(
         "fits on one device, and the host's links are fast",
-        _fits(facts.one) and share is not None and not is_starved(facts.host),
+        _fits(facts.one) and share is not None and not is_starved(facts.host) and _fewer(facts, facts.host) is None,
         "use the whole host by data parallelism"
         if not re.search(r"\b[tp]p (?!1\b)", facts.host.plan or "")
         else f"use the whole host, not by data parallelism alone: {facts.host.plan}",
@@ -230,13 +263,13 @@ def not_over_two_hosts(facts: Facts) -> Advice:
     n_half, n_all = facts.half.n_devices, facts.split.n_devices
     fix = speed_up(facts.host, facts.half)
     inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {_more(fix)}"
-    helps_inside = fix is None or fix >= 1.0 + WORTH
+    helps_inside = not as_fast_as(facts.half, than=facts.host)
     return Advice(
         f"{n_all} devices over two hosts instead of {n_half} in one",
         gain is not None and gain < 1.0 + MUCH,
         f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch"
         if helps_inside
-        else f"take {count(n_half, 'device')}, or a larger batch: {n_all} gain less than {WORTH:.0%}, in one host too",
+        else f"take {count(n_half, 'device')}, or a larger batch: {n_all} may be no faster, in one host too",
         "no plan"
         if gain is None
         else f"{_more(gain)} speed for {n_all / n_half:.0f} times the devices{_idle(facts.split)}{inside}",
@@ -330,6 +363,7 @@ def rent_or_own(facts: Facts) -> Advice:
 
 
 RULES: tuple[Callable[[Facts], Advice], ...] = (
+    fewer_first,
     feed_first,
     busy_first,
     mend_links,

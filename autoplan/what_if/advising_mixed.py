@@ -15,10 +15,10 @@ from autoplan.hardware.cluster import groups_alone, load_cluster
 from autoplan.plain_text import count
 from autoplan.planning.problem import default_global_batch
 from autoplan.units import format_seconds
-from autoplan.what_if.advice_facts import LITTLE, STOPPED, Advice, AdviceAnswer, speed_up
+from autoplan.what_if.advice_facts import LITTLE, STOPPED, Advice, AdviceAnswer, as_fast_as, speed_up
 from autoplan.what_if.asking import Progress, ask, continued
 from autoplan.what_if.question import Question
-from autoplan.what_if.rows import WhatIfRow
+from autoplan.what_if.rows import WhatIfRow, off_by
 
 
 def advise_mixed(
@@ -72,6 +72,10 @@ def _train_together(together: WhatIfRow, best: WhatIfRow | None, gain: float | N
     name = f"{best.n_hosts} x {best.hardware}"
     if gain > 1.0 + LITTLE:
         text = f"train on all groups together: {gain:.2f} times as fast as {name} alone"
+        if as_fast_as(best, than=together):
+            assert together.step_s is not None and best.step_s is not None
+            steps = f"{format_seconds(best.step_s)} and {format_seconds(together.step_s)} a step"
+            text += f", or no faster: {steps}, off by {off_by(together)}"
     else:
         text = f"train on {name} alone, and give the other hosts other work: together is {gain:.2f} times as fast"
     return Advice("groups of different devices", True, text, f"together: {figures}; {name}: {best.plan}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from itertools import product
 
 from autoplan.answers.answer import tokens_per_sample
@@ -18,8 +19,8 @@ from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.planning.problem import checked, default_global_batch, model_file, trace_model
 from autoplan.space.mixed_space import check_mixed_options
 from autoplan.what_if.other_links import changed
-from autoplan.what_if.other_sizes import of_other_sizes, with_judged
-from autoplan.what_if.points import Overrides, Point, combinations, points, searched
+from autoplan.what_if.other_sizes import of_all_schedules, of_other_sizes, with_judged
+from autoplan.what_if.points import QUICK_SCHEDULE, Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices
 from autoplan.what_if.question import Question, checked_question
 from autoplan.what_if.rows import Assumptions, WhatIfRow, row_of
@@ -83,10 +84,10 @@ def ask(
     ]
     graphs = {hashes[model]: graph for model, graph in traced.items()}
     sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, executor=executor, progress=progress)
-    known = of_other_sizes(asked, tasks, sweep.results)
-    if known and not sweep.is_interrupted:
-        judged = run_sweep(list(known.values()), graphs, n_jobs=n_jobs, executor=executor)
-        sweep = with_judged(sweep, known, judged)
+    judge = partial(run_sweep, graphs=graphs, n_jobs=n_jobs, executor=executor)
+    sweep = _with_better(sweep, of_other_sizes(asked, tasks, sweep.results), judge)
+    if QUICK_SCHEDULE not in question.options.fix:
+        sweep = _with_better(sweep, of_all_schedules(tasks, sweep.results), judge)
     rows = tuple(
         row_of(
             point, result, replace(given, condition=condition), n_samples=question.n_samples, n_tokens=question.n_tokens
@@ -95,6 +96,13 @@ def ask(
         for condition in question.conditions
     )
     return WhatIf(rows, sweep, given)
+
+
+def _with_better(sweep: Sweep, others: Mapping[int, Task], judge: Callable[[Sequence[Task]], Sweep]) -> Sweep:
+    """The sweep, and what these other searches of its places find in place of slower plans."""
+    if not others or sweep.is_interrupted:
+        return sweep
+    return with_judged(sweep, others, judge(list(others.values())))
 
 
 def continued(progress: Progress, *, n_before: int, n_all: int) -> Progress:

@@ -13,7 +13,10 @@ from autoplan.what_if.rows import Assumptions
 def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
     """The table, and what it rests on."""
     sweep = answer.sweep
-    quick = "plans under schedule 1f1b, or gpipe with few micro-batches; --search full looks at all schedules"
+    quick = (
+        "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under all;"
+        " --search full looks at all schedules"
+    )
     searched = quick if search == "quick" else "all plans"
     gaps = [row.gap for row in answer.rows if row.gap is not None]
     proof = f"; none of them is faster by more than {max(gaps):.1%}" if gaps else ""

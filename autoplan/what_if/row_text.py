@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autoplan.plain_text import WIDTH, count, folded, rate_text, text_table
 from autoplan.units import BILLION, MILLION, THOUSAND, GiB, format_seconds, format_share, format_usd
 from autoplan.what_if.loss_text import loss_table
-from autoplan.what_if.rows import Axis, WhatIfRow, as_fast, fastest, pace, point_name, rate_unit, varying
+from autoplan.what_if.rows import Axis, WhatIfRow, as_fast, fastest, off_by, pace, point_name, rate_unit, varying
 
 N_EXPLAINED = 24  # rows whose losses and plans are printed; of more, they are in CSV and JSON
 ABSENT = "n/a"
@@ -99,10 +99,7 @@ def _step(row: WhatIfRow, rows: Rows) -> str:
 
 
 def _off_by(row: WhatIfRow, rows: Rows) -> str:
-    if row.step_s is None or row.step_s_interval is None:
-        return ABSENT
-    low_s, high_s = row.step_s_interval
-    return f"{low_s / row.step_s - 1.0:+.0%} {high_s / row.step_s - 1.0:+.0%}"
+    return off_by(row) or ABSENT
 
 
 def _pace(row: WhatIfRow, rows: Rows) -> str:

@@ -175,6 +175,13 @@ def rate_unit(rows: Sequence[WhatIfRow]) -> str:
     return "tokens/s" if any(row.tokens_per_s is not None for row in rows) else "samples/s"
 
 
+def off_by(row: WhatIfRow) -> str | None:
+    """`-20% +25%`: the interval of its step; None without a plan."""
+    if row.step_s is None or row.step_s_interval is None:
+        return None
+    return " ".join(f"{bound_s / row.step_s - 1.0:+.0%}" for bound_s in row.step_s_interval)
+
+
 def as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     """The rows than which none is faster, by more than a search leaves open."""
     known = [(per_s, row) for row in rows if (per_s := pace(row)) is not None]
