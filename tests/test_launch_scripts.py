@@ -104,12 +104,15 @@ def test_slurm_tells_the_programs_to_stop_before_the_time_limit_and_queues_the_j
     (tmp_path / "job.sbatch").write_text(slurm_script("job", n_hosts=2, n_devices_per_host=8))
     subprocess.run(["bash", "-n", str(tmp_path / "job.sbatch")], check=True)
     stub(tmp_path / "bin", "scontrol", '#!/bin/sh\necho "$@" >> "$LOG"\n')
-    # stands for srun, which hands SIGTERM on: the program saves, and ends with 143
+    # stand for scancel, which signals the programs themselves, and for srun, which kills them when told to stop (seen
+    # with Slurm 22.05): here USR2 is a program's signal, upon which it saves and ends with 143
+    stub(tmp_path / "bin", "scancel", '#!/bin/sh\necho "$@" >> "$LOG"\nkill -USR2 "$(cat "$LOG.srun")"\n')
     stub(
         tmp_path / "bin",
         "srun",
-        "#!/usr/bin/env bash\ntrap 'echo saved >> \"$LOG\"; exit 143' TERM\n"
-        'echo started "${@: -4}" >> "$LOG"\nwhile :; do sleep 0.05; done\n',
+        "#!/usr/bin/env bash\ntrap 'echo saved >> \"$LOG\"; exit 143' USR2\n"
+        "trap 'echo killed >> \"$LOG\"; exit 1' TERM\n"
+        'echo $$ > "$LOG.srun"\necho started "${@: -4}" >> "$LOG"\nwhile :; do sleep 0.05; done\n',
     )
     log = tmp_path / "log"
     variables = {"LOG": str(log), "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "a,b"}
@@ -123,7 +126,8 @@ def test_slurm_tells_the_programs_to_stop_before_the_time_limit_and_queues_the_j
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=20) != 0
     assert log.read_text().splitlines() == [
-        "show hostnames a,b", f"started --checkpoint-dir {tmp_path}/ck --steps 9", "saved", "requeue 77",
+        "show hostnames a,b", f"started --checkpoint-dir {tmp_path}/ck --steps 9", "--signal=TERM 77", "saved",
+        "requeue 77",
     ]  # fmt: skip
 
 
@@ -144,8 +148,9 @@ def test_train_job_saves_to_a_volume_and_restarts():
     assert volumes["shared-memory"] == {"emptyDir": {"medium": "Memory"}}
 
 
-# What the definition of TrainJob in Kubeflow Trainer 2.3.0 (2026-08-06) says of the fields that are written; a cluster
-# drops or refuses every other field. `!` marks those that it demands.
+# What the definition of TrainJob in Kubeflow Trainer 2.3.0 (2026-08-06) says of the fields that are written, compared
+# with its openAPIV3Schema on 2026-11-28; a cluster drops or refuses every other field. `!` marks those that it demands,
+# and `spec`, without which there is no job.
 NAMES_AND_VALUES = [{"name!": str, "value": str}]
 POD = {
     "terminationGracePeriodSeconds": int,

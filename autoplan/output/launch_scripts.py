@@ -162,7 +162,8 @@ def slurm_script(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
         "export MASTER_ADDR\n"
         f"{_CHECKPOINTS}"
         "stop_and_requeue() {\n"
-        '    kill -TERM "$agents"  # srun hands it on; every program finishes its step and saves\n'
+        "    # every program finishes its step and saves; srun itself would kill them when told to stop\n"
+        '    scancel --signal=TERM "$SLURM_JOB_ID"\n'
         '    wait "$agents" || true\n'
         '    scontrol requeue "$SLURM_JOB_ID"\n'
         "}\n"
@@ -174,16 +175,16 @@ def slurm_script(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
 
 
 def train_job(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
-    """A TrainJob (trainer.kubeflow.org/v1alpha1) over the `torch-distributed` runtime of Kubeflow Trainer 2.2 or later.
+    """A TrainJob (trainer.kubeflow.org/v1alpha1) over the `torch-distributed` runtime of Kubeflow Trainer 2.3 or later.
 
     The program must be in the image, at the working directory; the names of the image and of the volume for checkpoints
-    are left for the user to fill in. Trainer 2.1 called `runtimePatches` otherwise, and drops them unseen.
+    are left for the user to fill in. Trainer 2.2 has no `terminationGracePeriodSeconds` among `runtimePatches`.
     """
     text = json.dumps
     return (
         "# Put the output folder into an image; name it below, and a volume claim that all hosts can write, where the\n"
         "# run saves itself and goes on from; then: kubectl apply -f launch/trainjob.yaml\n"
-        "# Needs Kubeflow Trainer 2.2 or later.\n"
+        "# Needs Kubeflow Trainer 2.3 or later.\n"
         "apiVersion: trainer.kubeflow.org/v1alpha1\n"
         "kind: TrainJob\n"
         "metadata:\n"
