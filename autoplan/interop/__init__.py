@@ -5,5 +5,5 @@
 torchtitan, megatron, deepspeed and accelerate are the programs, subject what all of them start from. A field is written
 only where its documentation gives it the plan's meaning; what has no field is listed, never approximated in silence.
 Other programs run their own model code, so layouts of tensor parallelism and what is fused are theirs; the estimate
-holds for the program of the plan, not for them. `targets.SOURCES` has the documentation of each.
+holds for the program of the plan, not for them. `targets.SOURCES` has the version and documentation of each.
 """

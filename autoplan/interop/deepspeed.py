@@ -11,29 +11,30 @@ def deepspeed_file(subject: Subject) -> Configuration:
     """A JSON file for `deepspeed.initialize(config=...)`."""
     plan, mesh = subject.plan, subject.plan.mesh
     missing = list(everywhere_missing(subject))
-    zero: dict[str, object] = {"stage": mesh.zero_stage}
-    if mesh.zero_stage == 3 and subject.n_replicas > 1:
-        zero["mics_shard_size"] = mesh.zero_shard_degree
-    elif mesh.zero_stage and subject.n_replicas > 1:
-        missing.append(f"Shards over {mesh.zero_shard_degree} of {mesh.dp} ranks: only its stage 3 does that (MiCS).")
+    zero_stage = min(mesh.zero_stage, 1) if mesh.pp > 1 else mesh.zero_stage
+    if zero_stage < mesh.zero_stage:
+        missing.append(f"ZeRO {mesh.zero_stage} in a pipeline: this is ZeRO 1, as it refuses more there.")
+    if zero_stage and subject.n_replicas > 1:
+        missing.append(f"Shards over {mesh.zero_shard_degree} of {mesh.dp} ranks: it shards over all of them.")
     config: dict[str, object] = {
-        "train_batch_size": mesh.global_batch_size,
         "train_micro_batch_size_per_gpu": mesh.micro_batch_size,
         "gradient_accumulation_steps": mesh.n_micro_batches,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": zero_stage},
     }
     if plan.precision in ("bf16", "fp16"):
-        config[plan.precision] = {"enabled": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-        config["communication_data_type"] = "fp32"
+        config |= _half_precision(subject, zero_stage, missing)
     if plan.grad_compression == "bf16":
         config["communication_data_type"] = "bf16"
-    if mesh.tp > 1:
+    if mesh.tp == 1 or mesh.pp > 1:
+        config["train_batch_size"] = subject.global_batch_size
+    else:
         config["tensor_parallel"] = {"autotp_size": mesh.tp}
-        if mesh.zero_stage == 3:
-            missing.append("ZeRO 3 beside tensor parallelism: its AutoTP goes with stages 0 to 2.")
+        missing.append("train_batch_size: it would count every rank as a data-parallel one, and is left out.")
+    if mesh.tp > 1 and mesh.pp > 1:
+        missing.append("Tensor parallelism in a pipeline: its AutoTP takes all other ranks as data parallel.")
     if mesh.pp > 1:
-        missing.append(f"The pipeline of {mesh.n_stages} stages: build the model as a PipelineModule in code.")
+        name = f"pipeline of {mesh.n_stages} stages ({mesh.schedule})"
+        missing.append(f"The {name}: build a PipelineModule in code; it runs 1F1B with one stage per rank.")
     if plan.recompute != "none":
         missing.append(f"Recomputation ({plan.recompute}): call its checkpointing in the code of the blocks.")
     if plan.mesh.keeps_attention:
@@ -44,3 +45,13 @@ def deepspeed_file(subject: Subject) -> Configuration:
         missing.append("Compiled blocks: call engine.compile() in code; it compiles the model as a whole.")
     use = "Start with `deepspeed train.py --deepspeed --deepspeed_config deepspeed.json`."
     return Configuration("deepspeed.json", json.dumps(config, indent=2) + "\n", use, tuple(missing))
+
+
+def _half_precision(subject: Subject, zero_stage: int, missing: list[str]) -> dict[str, object]:
+    plan = subject.plan
+    fields: dict[str, object] = {plan.precision: {"enabled": True}, "communication_data_type": "fp32"}
+    if zero_stage:
+        fields["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif plan.mesh.n_micro_batches > 1:
+        missing.append(f"Gradients of micro-batches summed in fp32: without ZeRO it sums them in {plan.precision}.")
+    return fields

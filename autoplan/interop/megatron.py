@@ -16,22 +16,24 @@ def megatron_file(subject: Subject) -> Configuration:
         f"--tensor-model-parallel-size {mesh.tp}",
         f"--pipeline-model-parallel-size {mesh.pp}",
         f"--micro-batch-size {mesh.micro_batch_size}",
-        f"--global-batch-size {mesh.global_batch_size}",
+        f"--global-batch-size {subject.global_batch_size}",
     ]
     if subject.workload.tokens_per_sample is not None:
         flags.append(f"--seq-length {subject.workload.tokens_per_sample}")
-    if plan.precision in ("bf16", "fp16"):
+    is_half = plan.precision in ("bf16", "fp16")
+    if is_half:
         flags.append(f"--{plan.precision}")
     if plan.grad_compression == "bf16":
         flags.append("--grad-reduce-in-bf16")
-    elif plan.precision == "bf16":
+    elif is_half:
         flags.append("--accumulate-allreduce-grads-in-fp32")
     if mesh.tp > 1 and mesh.sharding.startswith("S(1)"):
         flags.append("--sequence-parallel")
     if mesh.zero_stage >= 1:
         flags.append("--use-distributed-optimizer")
     if mesh.zero_stage in _SHARDING:
-        flags += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {_SHARDING[mesh.zero_stage]}"]
+        flags += ["--use-megatron-fsdp", "--ckpt-format fsdp_dtensor"]
+        flags.append(f"--data-parallel-sharding-strategy {_SHARDING[mesh.zero_stage]}")
     if mesh.zero_stage >= 1 and subject.n_replicas > 1:
         flags.append(f"--num-distributed-optimizer-instances {subject.n_replicas}")
     if mesh.pp > 1:
@@ -46,6 +48,8 @@ def megatron_file(subject: Subject) -> Configuration:
     if mesh.compile:
         missing.append("Compiled blocks: it has fused kernels of its own.")
     use = "Add to the command of Megatron-LM: `xargs -a megatron.txt torchrun ... pretrain_gpt.py ...`."
+    if mesh.tp > 1 and mesh.zero_stage not in _SHARDING:
+        use += " On GPUs before Blackwell it wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment."
     return Configuration("megatron.txt", "\n".join(flags) + "\n", use, tuple(missing))
 
 
@@ -70,7 +74,7 @@ def _recompute(subject: Subject, missing: list[str]) -> list[str]:
     n_first = subject.recomputed_first() if subject.plan.mesh.n_chunks == 1 else None
     if subject.plan.recompute == "full":
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    if n_first is None:
+    if not n_first:
         missing.append("Which blocks are recomputed: it recomputes equally many first blocks of every stage.")
         return []
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {n_first}"]

@@ -26,6 +26,12 @@ class Subject:
         """Data-parallel ranks that hold the same shards."""
         return self.plan.mesh.dp // self.plan.mesh.zero_shard_degree
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step in which every data-parallel rank takes what the first one does."""
+        mesh = self.plan.mesh
+        return mesh.dp * mesh.micro_batch_size * mesh.n_micro_batches
+
     def blocks_of(self, stage: StagePlan) -> tuple[int, ...]:
         """The blocks of a stage, as indices of segments."""
         return tuple(index for index in range(stage.start, stage.stop) if self.classes[index])
@@ -58,13 +64,17 @@ class Configuration:
 
 
 def everywhere_missing(subject: Subject) -> Iterator[str]:
-    """What no target has."""
+    """What no target is told."""
     plan = subject.plan
-    yield "The model: it must exist there under its own name, and data, optimizer and learning rate are set there."
+    yield "The model: it must exist there by its own name; data, optimizer, learning rate and clipping are set there."
     if plan.mesh.tp > 1:
         yield "The tensor-parallel layout of each operator: the target splits as its own model code does."
     if plan.groups:
         yield "Pipeline ranks on several kinds of hosts: place the ranks by the order of the hosts."
+    if plan.mesh.shares:
+        yield "Unequal shares of the batch: every data-parallel rank takes what the first one does."
+    if plan.precision == "fp64":
+        yield "The precision fp64."
     if plan.precision == "tf32":
         yield 'Products in tf32: torch.set_float32_matmul_precision("high") before training.'
     if plan.loss == "chunked":

@@ -12,12 +12,12 @@ from autoplan.interop.megatron import megatron_file
 from autoplan.interop.subject import Configuration, Subject
 from autoplan.interop.torchtitan import torchtitan_file
 
-READ_ON = "2026-11-21"
+READ_ON = "2026-11-28"
 SOURCES: Mapping[str, str] = {
-    "torchtitan": "https://github.com/pytorch/torchtitan, config/job_config.py: every field and its docstring",
-    "megatron": "https://docs.nvidia.com/megatron-core/developer-guide/latest: parallelism guide, pipeline layout",
-    "deepspeed": "https://www.deepspeed.ai/docs/config-json: batch size, ZeRO, bf16, data types; AutoTP tutorial",
-    "accelerate": "https://huggingface.co/docs/accelerate: FSDP, ParallelismConfig, and the config file of `launch`",
+    "torchtitan": "torchtitan 0.3.0 and its source b5bcd76 of 2026-08-21, config/configs.py: fields and docstrings",
+    "megatron": "Megatron-LM 0.20.0, source d98e8a6 of 2026-08-22: training/arguments.py: arguments and help",
+    "deepspeed": "DeepSpeed 0.19.8: runtime/config.py; https://www.deepspeed.ai/docs/config-json; AutoTP tutorial",
+    "accelerate": "Accelerate 1.15.0; https://huggingface.co/docs/accelerate: FSDP, ParallelismConfig, launch",
 }
 TARGETS: Mapping[str, Callable[[Subject], Configuration]] = {
     "torchtitan": torchtitan_file,
@@ -53,5 +53,5 @@ def _page(name: str, configuration: Configuration) -> str:
     missing = "".join(f"- {sentence}\n" for sentence in configuration.missing)
     return (
         f"# This plan for {name}\n\n{configuration.use}\n\n## Not expressed\n\n{missing}\n"
-        f"Fields as documented in {SOURCES[name]} ({READ_ON}).\n"
+        f"Fields as in {SOURCES[name]} (read on {READ_ON}).\n"
     )
