@@ -79,36 +79,25 @@ class Segments:
     def of(cls, table: CostTable, recompute: str | None) -> Segments:
         """The segments of the table."""
         base, other, is_again = zip(*_choices(table, recompute), strict=True)
-        kinds = np.array(table.kinds)
+        kinds, overlap = np.array(table.kinds), table.overlap
 
         def column(value: Callable[[SegmentCost], float], costs: tuple[SegmentCost, ...] = base) -> Array:
             return np.array([value(cost) for cost in costs], dtype=float)[kinds]
 
-        forward, backward = column(forward_s), column(backward_s)
-        gather, reduce = column(lambda cost: cost.gather_s), column(lambda cost: cost.reduce_s)
-        gather_back = column(lambda cost: cost.gather_back_s)
-        overlap = table.overlap
-        nothing = np.zeros(len(kinds))
-        before, after = np.append(nothing[:1], gather_back[:-1]), np.append(gather[1:], nothing[:1])
-        gathers_back = before if table.gathers_per_micro_batch else nothing
-        reduced = np.append(reduce[1:], nothing[:1]) if table.reduces_per_micro_batch else nothing
-
-        def backward_extra(compute: Array) -> Array:
-            waits = hidden_extra_s(compute, gathers_back + reduced, overlap)
-            return np.where(gathers_back > 0.0, waits, slowing_s(compute, reduced, overlap))
-
-        extra = backward_extra(backward)
-        spared = column(lambda cost: cost.saved_bytes) - column(lambda cost: cost.saved_bytes, other)
-        longer = column(backward_s, other) - backward
-        added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
-        per_byte = np.where(spared > 0.0, added / np.maximum(spared, ONE_BYTE), INFINITY)
-        easy = int(per_byte.argmin())
-        is_easy = (np.arange(len(kinds)) == easy) & (spared > 0.0) & (table.kinds.count(table.kinds[easy]) == 1)
-
         def least(value: Callable[[SegmentCost], float]) -> Array:
             return np.minimum(column(value), column(value, other))
 
+        forward, backward = column(forward_s), column(backward_s)
+        gather, reduce = column(lambda cost: cost.gather_s), column(lambda cost: cost.reduce_s)
+        gather_back = column(lambda cost: cost.gather_back_s)
+        beside = _Beside.of(table, gather_back, reduce)
+        longer = column(backward_s, other) - backward
+        spared = column(lambda cost: cost.saved_bytes) - column(lambda cost: cost.saved_bytes, other)
+        added = np.where(
+            beside.gathers_s > 0.0, longer + beside.extra_s(backward + longer) - beside.extra_s(backward), longer
+        )
         resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
+        late = column(lambda cost: cost.reducing_bytes if cost.late_gradient_bytes else 0)
         return cls(
             forward_s=forward,
             backward_s=backward,
@@ -119,10 +108,10 @@ class Segments:
             reduce_s=reduce,
             last_reduce_s=column(lambda cost: cost.last_reduce_s),
             optimizer_s=column(lambda cost: cost.optimizer_s),
-            forward_extra_s=hidden_extra_s(forward, after, overlap),
-            backward_extra_s=extra,
-            opening_extra_s=hidden_extra_s(backward, gathers_back, overlap),
-            closing_extra_s=slowing_s(backward, reduced, overlap),
+            forward_extra_s=hidden_extra_s(forward, _of_next(gather), overlap),
+            backward_extra_s=beside.extra_s(backward),
+            opening_extra_s=hidden_extra_s(backward, beside.gathers_s, overlap),
+            closing_extra_s=slowing_s(backward, beside.reduces_s, overlap),
             resident_bytes=resident + (gathered if table.keeps_gathered else 0.0),
             gradient_bytes=column(lambda cost: cost.gradient_bytes),
             saved_bytes=column(lambda cost: cost.saved_bytes),
@@ -130,13 +119,46 @@ class Segments:
             least_alone_bytes=least(partial(alone_bytes, table)),
             again_s=np.where(spared > 0.0, added, INFINITY),
             spared_bytes=np.maximum(spared, 0.0),
-            easy_bytes=np.where(is_easy, spared, 0.0),
+            easy_bytes=_easy_bytes(table, added, spared),
             pending_bytes=least(lambda cost: cost.pending_bytes),
             is_again=tuple(map(is_again.__getitem__, table.kinds)),
             ending_bytes=_ending_bytes(table, column, (base, other)),
-            late_bytes=column(lambda cost: cost.reducing_bytes if cost.late_gradient_bytes else 0)
-            * table.reduces_per_micro_batch,
+            late_bytes=late * table.reduces_per_micro_batch,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What communicates while a segment runs backward: the gather of the one before, the reduction of that behind."""
+
+    gathers_s: Array
+    reduces_s: Array
+    overlap: Overlap
+
+    @classmethod
+    def of(cls, table: CostTable, gather_back_s: Array, reduce_s: Array) -> _Beside:
+        nothing = np.zeros(len(table.kinds))
+        gathers = np.append(0.0, gather_back_s[:-1]) if table.gathers_per_micro_batch else nothing
+        reduces = _of_next(reduce_s) if table.reduces_per_micro_batch else nothing
+        return cls(gathers, reduces, table.overlap)
+
+    def extra_s(self, backward_s: Array) -> Array:
+        """What that adds: the segment before waits for its gather, and nothing waits for a reduction alone."""
+        waits = hidden_extra_s(backward_s, self.gathers_s + self.reduces_s, self.overlap)
+        return np.where(self.gathers_s > 0.0, waits, slowing_s(backward_s, self.reduces_s, self.overlap))
+
+
+def _of_next(values: Array) -> Array:
+    """Per segment the value of the one behind it; 0 for the last."""
+    return np.append(values[1:], 0.0)
+
+
+def _easy_bytes(table: CostTable, added_s: Array, spared_bytes: Array) -> Array:
+    """See `Segments`: of the segment with the least added_s / spared_bytes, 0 for all others."""
+    per_byte = np.where(spared_bytes > 0.0, added_s / np.maximum(spared_bytes, ONE_BYTE), INFINITY)
+    easy = int(per_byte.argmin())
+    is_easy = (np.arange(len(table.kinds)) == easy) & (spared_bytes > 0.0)
+    return np.where(is_easy & (table.kinds.count(table.kinds[easy]) == 1), spared_bytes, 0.0)
 
 
 def _ending_bytes(
