@@ -32,7 +32,7 @@ from autoplan.rules import load_rules
 from autoplan.search import GOOD_ENOUGH, search
 from autoplan.search.mixed.meshes import MeshQueue, families_of, shapes
 from autoplan.search.mixed.search import search_mixed
-from autoplan.search.partition import best_partition
+from autoplan.search.one_stage.partition import best_partition
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY

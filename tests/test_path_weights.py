@@ -15,15 +15,15 @@ from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.search.longest_paths import longest_paths
 from autoplan.search.meshes import list_meshes
-from autoplan.search.path_weights import Ways, raised_bounds_s
-from autoplan.search.peak_moments import shape_of
+from autoplan.search.paths.longest_paths import longest_paths
+from autoplan.search.paths.peak_moments import shape_of
+from autoplan.search.paths.rank_paths import CARRY_FORWARD, SYMBOLS, rank_paths
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import Array, Segments
-from autoplan.search.rank_paths import CARRY_FORWARD, SYMBOLS, rank_paths
-from autoplan.search.rank_shares import Shares
-from autoplan.search.stage_needs import Needs
+from autoplan.search.several_stages.path_weights import Ways, raised_bounds_s
+from autoplan.search.several_stages.rank_shares import Shares
+from autoplan.search.several_stages.stage_needs import Needs
 from autoplan.simulator.simulate import simulate
 
 SCHEDULES = [("interleaved", 2, 8), ("interleaved", 4, 4), ("zero_bubble_v", 2, 9)]

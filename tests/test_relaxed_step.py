@@ -14,9 +14,9 @@ from brute_force import plain_table, random_plans
 from autoplan.cost.table import CostTable
 from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.search.formulation import formulate
-from autoplan.search.peak_moments import shape_of
+from autoplan.search.paths.peak_moments import shape_of
 from autoplan.search.plans import piece_edges
+from autoplan.search.program.formulation import formulate
 from autoplan.search.ranges import Segments
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.simulator.simulate import simulate

@@ -20,12 +20,13 @@ from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search.bounds import compute_key, computes_least, least_passes_s, shortfall_bytes, step_bound_s
-from autoplan.search.critical_paths import critical_paths
-from autoplan.search.formulation import formulate
-from autoplan.search.joint_sizes import joint_bound
 from autoplan.search.meshes import list_meshes
-from autoplan.search.partition import best_partition
-from autoplan.search.paths import (
+from autoplan.search.one_stage.partition import best_partition
+from autoplan.search.one_stage.replayed_cuts import cuts_below
+from autoplan.search.paths.critical_paths import critical_paths
+from autoplan.search.paths.peak_moments import shape_of, shape_of_schedule
+from autoplan.search.paths.rank_paths import counted_paths, rank_paths
+from autoplan.search.paths.schedule_paths import (
     BACKWARD,
     CUT,
     FIRST_FORWARD,
@@ -36,11 +37,10 @@ from autoplan.search.paths import (
     WEIGHTS,
     initial_paths,
 )
-from autoplan.search.peak_moments import shape_of, shape_of_schedule
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
-from autoplan.search.rank_paths import counted_paths, rank_paths
-from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
-from autoplan.search.replayed_cuts import cuts_below
+from autoplan.search.program.formulation import formulate
+from autoplan.search.several_stages.joint_sizes import joint_bound
+from autoplan.search.several_stages.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
 from autoplan.solver.solve import minimize

@@ -14,7 +14,7 @@ from mixed_toys import layered
 from autoplan.cost.table import CostTable
 from autoplan.graph import crossings, invariant_values
 from autoplan.parallel_plan import Mesh
-from autoplan.search.banded_path import bands_of
+from autoplan.search.one_stage.banded_path import bands_of
 from autoplan.search.ranges import Ranges, Segments, backward_pass_s, forward_pass_s, left_s, reducing_pass_s
 from autoplan.simulator.stage_pass import pass_work, replay_pass
 

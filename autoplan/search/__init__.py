@@ -18,28 +18,28 @@ Of plans that are as good as each other the simplest is the answer (`preference`
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
 
-After arithmetic, pipelines with more stages per rank than the space has are tried too (`beyond`). If one of them is the
-answer, the proof is still of the space: no plan of it is faster.
+After arithmetic, pipelines with more stages per rank than the space has are tried too (`deeper_pipelines`). If one of
+them is the answer, the proof is still of the space: no plan of it is faster.
 
 The simulator alone judges plans. Of meshes that `bounds.compute_key` takes for alike, `price` must not give a longer
 forward or backward pass to that of `bounds.computes_least` than to any other: the first bound rests on it.
 
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 
-    the space       meshes, twins, baselines, one_device: what is tried        beyond: and what else
+    the space       meshes, twins, baselines, one_device: what is tried        deeper_pipelines: and what else
                     fixed_values: what a plan has of what the user may fix
-    the answer      result, found: what is returned        preference, rejections, remedies: which, and why no other
-                    released: which plans go without a CUDA graph
+    the answer      result, conclusion: what is returned    preference, rejections, remedies: which, and why no other
+                    without_graph: which plans go without a CUDA graph
     the queue       state, examination: where it stands, and one mesh of it examined
     bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
-      one stage     partition, banded_path: where to cut        stage_memory: what a range of pieces holds
-                    replayed_cuts: every cut that may be fast enough, by the whole step
-      several       rank_shares, stage_needs: per rank and stage        joint_sizes, relaxed_step: all ranks together
-                    path_weights, longest_paths: and all ways to recompute
-    one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths, rank_paths and
-                    peak_moments are what its schedule implies, critical_paths what a plan adds; plans its plans,
-                    thrift those without a solver
-    mixed clusters  mixed: the same search over groups of hosts
+                    relaxed_step: the least step of given sizes of stages
+    one mesh        one_mesh: its integer program, made and solved        plans: its plans, piece by piece
+
+    one_stage/        of meshes with one stage per rank, where to cut
+    several_stages/   of the others, bounds on all choices of sizes and recomputation, and plans without a solver
+    program/          the rows and columns of the integer program
+    paths/            what a schedule implies: paths through it, and when ranks are fullest
+    mixed/            the same search over groups of hosts
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from dataclasses import replace
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan
 from autoplan.search.baselines import Baseline, plain_recipes
-from autoplan.search.beyond import look_beyond
 from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
+from autoplan.search.conclusion import result_of
+from autoplan.search.deeper_pipelines import look_beyond
 from autoplan.search.examination import consider, consider_cut, examine, replay_cuts
-from autoplan.search.found import result_of
 from autoplan.search.meshes import MakePlan, Price, SearchSpace, list_meshes
 from autoplan.search.one_device import one_device
 from autoplan.search.one_mesh import faster_than
@@ -160,7 +160,7 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
 def _index_of_warm_start(state: SearchState, mesh: Mesh) -> int | None:
     """Where its mesh stands; a twin that the search would look at enters the space for it.
 
-    A plan that went without its CUDA graph in the end (`released`) stands where it has one.
+    A plan that went without its CUDA graph in the end (`without_graph`) stands where it has one.
     """
     for like in (mesh, replace(mesh, cuda_graph=True)):
         index = state.index_of(like)

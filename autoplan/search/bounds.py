@@ -2,8 +2,8 @@
 
 Everything here is admissible: no plan of the mesh that the simulator accepts is faster, or needs less.
 
-`step_bound_s` puts the cheapest choice of every segment into the average of the paths of `paths` over the stages: the
-average stage has 1 / pp of the work.
+`step_bound_s` puts the cheapest choice of every segment into the average of the paths of `schedule_paths` over the
+stages: the average stage has 1 / pp of the work.
 """
 
 from __future__ import annotations

@@ -6,16 +6,16 @@ import heapq
 
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
-from autoplan.search.joint_sizes import MAX_TURNS, QUICK_TURNS, joint_bound
 from autoplan.search.one_mesh import Effort, Judged, faster_than, is_memory_proof, refine, relaxed_bound_s
-from autoplan.search.partition import best_partition
-from autoplan.search.peak_moments import shape_of
+from autoplan.search.one_stage.partition import best_partition
+from autoplan.search.one_stage.replayed_cuts import cuts_below
+from autoplan.search.paths.peak_moments import shape_of
 from autoplan.search.plans import obeys_recompute
-from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.rejections import short_somewhere, slow
-from autoplan.search.replayed_cuts import cuts_below
+from autoplan.search.several_stages.joint_sizes import MAX_TURNS, QUICK_TURNS, joint_bound
+from autoplan.search.several_stages.least_recomputation import balanced_stages, thrifty_plan
+from autoplan.search.several_stages.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.state import CUT, PRICED, RELAXED, SearchState
-from autoplan.search.thrift import balanced_stages, thrifty_plan
 from autoplan.search.twins import has_twin, recomputes_kept, spares_cheaply, twin_of
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY

@@ -12,7 +12,8 @@ A mesh is in the space when all of this holds:
     compressed gradients: dp above 1; shards over all of dp; PowerSGD with zero_stage 0
     zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed, nothing compiled
 
-Beyond the space, `beyond` tries pipelines with n_chunks up to 8 and pp * n_chunks up to 128; no proof is of these.
+Beyond the space, `deeper_pipelines` tries pipelines with n_chunks up to 8 and pp * n_chunks up to 128; no proof is of
+these.
 
 Where recomputation may keep attention, each mesh but those of zero_bubble_v has a twin that does; it enters the search
 only when its mesh has been looked at, see `twins`.
@@ -80,7 +81,7 @@ class SearchSpace:
         keeps_attention: whether recomputation may, or must, keep attention; where it may, see `twins`.
         cuda_graph: whether passes may, or must, be a CUDA graph: those of the user's own classes, of generated code,
             and of generated code with tensor parallelism. Where they can be in any such plan, none goes without:
-            `released` does so in the end, where nothing is gained.
+            `without_graph` does so in the end, where nothing is gained.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -227,7 +228,7 @@ def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterato
 
 
 def deeper_meshes(space: SearchSpace, options: Options, *, near: Mesh) -> Iterator[Mesh]:
-    """Meshes like `near`, a pipeline of the space, with more stages per rank than the space has; see `beyond`.
+    """Meshes like `near`, a pipeline of the space, with more stages per rank than that has; see `deeper_pipelines`.
 
     They have its devices, tensor parallelism, micro-batch size and ZeRO stage, and as many ranks in a pipeline or twice
     as many. Where the number of stages per rank is fixed, there are none: the space then has them.

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Estimate, StagePlan
 from autoplan.search.bounds import step_bound_s
-from autoplan.search.critical_paths import critical_paths
-from autoplan.search.formulation import add_path, decode, forbid, formulate
-from autoplan.search.paths import Path
-from autoplan.search.peak_moments import Shape
+from autoplan.search.paths.critical_paths import critical_paths
+from autoplan.search.paths.peak_moments import Shape
+from autoplan.search.paths.schedule_paths import Path
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute
-from autoplan.search.terms import Formulation
+from autoplan.search.program.formulation import add_path, decode, forbid, formulate
+from autoplan.search.program.terms import Formulation
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY, Solution
 from autoplan.solver.solve import minimize

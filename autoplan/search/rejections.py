@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh
 from autoplan.search.one_mesh import faster_than, least_memory
-from autoplan.search.peak_moments import shape_of
+from autoplan.search.paths.peak_moments import shape_of
 from autoplan.search.result import Rejection
 from autoplan.search.state import SearchState
 from autoplan.solver.linear_model import INFINITY

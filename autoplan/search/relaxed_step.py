@@ -48,7 +48,7 @@ from autoplan.search.ranges import (
     gathering_pass_s,
     slowing_s,
 )
-from autoplan.search.stage_needs import per_stage
+from autoplan.search.several_stages.stage_needs import per_stage
 
 _Place = Any  # numbers or arrays of numbers: an index of arrays over places
 

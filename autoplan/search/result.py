@@ -87,7 +87,7 @@ class SearchResult:
             "infeasible" (proved), or "unknown" (stopped with nothing); of a plan that was only judged "given", of a
             question that no search could be made for "unusable".
         best: the fastest plan, or the simplest of those that are as fast, see `preference`; None when there is none. It
-            may have more stages per rank than the space, see `beyond`; of such plans nothing else is proved.
+            may have more stages per rank than the space, see `deeper_pipelines`; of such plans nothing else is proved.
         alternatives: the best plan found of other meshes, fastest first, without `best`.
         baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent
             when it does not exist for this model and cluster.

@@ -11,7 +11,7 @@ from autoplan.parallel_plan import Mesh
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.meshes import Price, fixed
 from autoplan.search.one_mesh import Judged, MeshProgram
-from autoplan.search.peak_moments import shape_of
+from autoplan.search.paths.peak_moments import shape_of
 from autoplan.search.result import Rejection
 from autoplan.search.twins import recomputes_kept, twin_of
 from autoplan.solver.linear_model import INFINITY

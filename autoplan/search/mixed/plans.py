@@ -12,7 +12,7 @@ from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import in_flight
 from autoplan.search.one_mesh import Judged
-from autoplan.search.partition import Cut, partitions_below
+from autoplan.search.one_stage.partition import Cut, partitions_below
 from autoplan.search.plans import all_plans, obeys_recompute, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.simulator.simulate import simulate

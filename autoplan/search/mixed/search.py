@@ -37,9 +37,9 @@ from autoplan.search.mixed.rejections import rejection
 from autoplan.search.mixed.shares import ShareQueue
 from autoplan.search.mixed.state import Found, MixedState
 from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
-from autoplan.search.partition import best_partition
+from autoplan.search.one_stage.partition import best_partition
+from autoplan.search.one_stage.replayed_cuts import cuts_below
 from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
-from autoplan.search.replayed_cuts import cuts_below
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY

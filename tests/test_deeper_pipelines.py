@@ -11,7 +11,7 @@ from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import search
-from autoplan.search.beyond import WORTHWHILE
+from autoplan.search.deeper_pipelines import WORTHWHILE
 from autoplan.search.meshes import is_deeper, list_meshes
 from autoplan.search.result import SearchResult
 

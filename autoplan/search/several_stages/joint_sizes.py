@@ -20,12 +20,12 @@ from itertools import pairwise
 import numpy as np
 
 from autoplan.search.one_mesh import Judged
-from autoplan.search.path_weights import Ways, raised_bounds_s
 from autoplan.search.plans import piece_edges
 from autoplan.search.ranges import Array
-from autoplan.search.rank_shares import Shares
 from autoplan.search.relaxed_step import RelaxedStep
-from autoplan.search.thrift import recomputing_stages, thrifty_plan
+from autoplan.search.several_stages.least_recomputation import recomputing_stages, thrifty_plan
+from autoplan.search.several_stages.path_weights import Ways, raised_bounds_s
+from autoplan.search.several_stages.rank_shares import Shares
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
 

@@ -12,7 +12,7 @@ from collections import Counter
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import StagePlan
 from autoplan.schedules import GRADIENT_KINDS, receives_ahead, result_boundary
-from autoplan.search.paths import CUT, Path, carry_symbol, counted, symbol_of
+from autoplan.search.paths.schedule_paths import CUT, Path, carry_symbol, counted, symbol_of
 from autoplan.simulator.replay import Replay, replay_plan
 
 

@@ -23,8 +23,8 @@ from autoplan.search.bounds import (
     leaves_all_gradients,
     memory_room_bytes,
 )
-from autoplan.search.peak_moments import Shape
-from autoplan.search.terms import (
+from autoplan.search.paths.peak_moments import Shape
+from autoplan.search.program.terms import (
     Formulation,
     Terms,
     Values,

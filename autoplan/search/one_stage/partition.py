@@ -28,7 +28,8 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.search.banded_path import (
+from autoplan.search.bounds import in_flight
+from autoplan.search.one_stage.banded_path import (
     Times,
     bands_of,
     best_threshold,
@@ -37,7 +38,7 @@ from autoplan.search.banded_path import (
     least_sum,
     most_pieces,
 )
-from autoplan.search.bounds import in_flight
+from autoplan.search.one_stage.stage_memory import StageMemory
 from autoplan.search.ranges import (
     Array,
     Ranges,
@@ -49,7 +50,6 @@ from autoplan.search.ranges import (
     forward_pass_s,
     stage_edges,
 )
-from autoplan.search.stage_memory import StageMemory
 from autoplan.solver.linear_model import INFINITY
 
 MAX_VISITS = 4  # of `partitions_below`: stages looked at per stage that may be returned

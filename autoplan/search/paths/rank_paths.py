@@ -1,4 +1,4 @@
-"""Per rank, the chains of `paths` on which that rank does most, as numbers: how often each pass of each stage occurs.
+"""Per rank, the chains of `schedule_paths` on which that rank does most: how often each pass of each stage occurs.
 
 From a few rounds of a schedule on, each further round adds the same passes to a chain. So the chains of a long schedule
 are those of a short one and a multiple of what one round adds; `_LONG_ROUNDS` rounds are counted one by one.
@@ -15,7 +15,7 @@ import numpy as np
 
 from autoplan.parallel_plan import Mesh
 from autoplan.schedules import Action, schedule_of
-from autoplan.search.paths import (
+from autoplan.search.paths.schedule_paths import (
     BACKWARD,
     CARRY,
     CUT,

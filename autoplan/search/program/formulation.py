@@ -30,12 +30,21 @@ from __future__ import annotations
 from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import step_bound_s
-from autoplan.search.memory_rows import add_memory
-from autoplan.search.pass_times import add_cuts, add_leftovers, add_pass_times, left_symbol
-from autoplan.search.paths import LAST_BACKWARD, Path, initial_paths, last_pass
-from autoplan.search.peak_moments import Shape
+from autoplan.search.paths.peak_moments import Shape
+from autoplan.search.paths.schedule_paths import LAST_BACKWARD, Path, initial_paths, last_pass
 from autoplan.search.plans import repeated_segments, runs_of, stage_sizes, staged
-from autoplan.search.terms import Formulation, Terms, Values, cost_values, integer_column, negative, sum_of, time_of
+from autoplan.search.program.memory_rows import add_memory
+from autoplan.search.program.pass_times import add_cuts, add_leftovers, add_pass_times, left_symbol
+from autoplan.search.program.terms import (
+    Formulation,
+    Terms,
+    Values,
+    cost_values,
+    integer_column,
+    negative,
+    sum_of,
+    time_of,
+)
 from autoplan.solver.linear_model import INFINITY
 
 UNITS_PER_BOUND = 1000.0  # T is at least about this many units, so the solver's 1e-6 is 1e-9 of the step

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoplan.schedules import splits_backward
-from autoplan.search.longest_paths import longest_paths
-from autoplan.search.paths import BACKWARD, CARRY, LAST_BACKWARD, LAST_CARRY
+from autoplan.search.paths.longest_paths import longest_paths
+from autoplan.search.paths.rank_paths import SYMBOLS
+from autoplan.search.paths.schedule_paths import BACKWARD, CARRY, LAST_BACKWARD, LAST_CARRY
 from autoplan.search.plans import stage_sizes
 from autoplan.search.ranges import Array, Ranges, slowing_s
-from autoplan.search.rank_paths import SYMBOLS
-from autoplan.search.rank_shares import Shares
-from autoplan.search.stage_needs import per_stage
+from autoplan.search.several_stages.rank_shares import Shares
+from autoplan.search.several_stages.stage_needs import per_stage
 from autoplan.solver.linear_model import INFINITY, LinearModel
 from autoplan.solver.solve import minimize
 

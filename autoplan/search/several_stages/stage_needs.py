@@ -12,7 +12,8 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.schedules import splits_backward
-from autoplan.search.paths import (
+from autoplan.search.paths.rank_paths import SYMBOLS
+from autoplan.search.paths.schedule_paths import (
     BACKWARD,
     CARRY,
     CUT,
@@ -36,7 +37,6 @@ from autoplan.search.ranges import (
     left_s,
     reducing_pass_s,
 )
-from autoplan.search.rank_paths import SYMBOLS
 
 NOT_AN_ACTION = (CARRY, LAST_CARRY, CUT)  # of the symbols of a path
 

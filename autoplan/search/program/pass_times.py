@@ -17,7 +17,7 @@ from functools import partial
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, backward_s, forward_s
 from autoplan.schedules import splits_backward
-from autoplan.search.paths import (
+from autoplan.search.paths.schedule_paths import (
     BACKWARD,
     CARRY,
     CUT,
@@ -29,8 +29,7 @@ from autoplan.search.paths import (
     LAST_WEIGHTS,
     WEIGHTS,
 )
-from autoplan.search.ranges import hidden_extra_s, slowing_s
-from autoplan.search.terms import (
+from autoplan.search.program.terms import (
     Formulation,
     Terms,
     Values,
@@ -45,6 +44,7 @@ from autoplan.search.terms import (
     time_of,
     weighted,
 )
+from autoplan.search.ranges import hidden_extra_s, slowing_s
 
 
 @dataclass(frozen=True, slots=True)

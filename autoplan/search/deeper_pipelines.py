@@ -16,11 +16,11 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.meshes import SearchSpace, deeper_meshes
 from autoplan.search.one_mesh import faster_than
-from autoplan.search.peak_moments import shape_of
+from autoplan.search.paths.peak_moments import shape_of
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.ranges import Segments
+from autoplan.search.several_stages.least_recomputation import balanced_stages, thrifty_plan
 from autoplan.search.state import SearchState
-from autoplan.search.thrift import balanced_stages, thrifty_plan
 
 MIN_RANKS = 4  # of a pipeline that is worth it
 N_NEAR = 4  # meshes of the space near which others are looked for; counts, so that the machine decides nothing

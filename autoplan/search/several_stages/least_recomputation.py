@@ -18,7 +18,7 @@ import numpy as np
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.one_mesh import Judged
-from autoplan.search.peak_moments import Shape
+from autoplan.search.paths.peak_moments import Shape
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import Ranges, Segments
 from autoplan.simulator.simulate import simulate

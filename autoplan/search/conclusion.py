@@ -13,9 +13,9 @@ from autoplan.search.meshes import MakePlan, fixed
 from autoplan.search.one_mesh import RELATIVE_TOLERANCE, Judged, faster_than
 from autoplan.search.preference import Scored, simplest
 from autoplan.search.rejections import rejected
-from autoplan.search.released import without_idle_graph
 from autoplan.search.result import Candidate, OneDevice, SearchResult
 from autoplan.search.state import GOOD_ENOUGH, SearchState
+from autoplan.search.without_graph import without_idle_graph
 from autoplan.solver.linear_model import INFINITY
 
 

@@ -25,8 +25,8 @@ from autoplan.schedules import (
     result_boundary,
     schedule_of,
 )
-from autoplan.search.paths import CUT, carry_symbol, symbol_of
-from autoplan.search.rank_paths import SYMBOLS
+from autoplan.search.paths.rank_paths import SYMBOLS
+from autoplan.search.paths.schedule_paths import CUT, carry_symbol, symbol_of
 
 Array = Any  # numpy.ndarray
 

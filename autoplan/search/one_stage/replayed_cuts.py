@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.cost.table import CostTable
-from autoplan.search.partition import Cut, partitions_below
+from autoplan.search.one_stage.partition import Cut, partitions_below
 from autoplan.search.relaxed_step import RelaxedStep
 
 MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once

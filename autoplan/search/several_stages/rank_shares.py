@@ -24,12 +24,12 @@ import numpy as np
 from autoplan.cost.table import CostTable
 from autoplan.schedules import splits_backward
 from autoplan.search.bounds import least_message_bytes, memory_room_bytes
-from autoplan.search.paths import BACKWARD, LAST_BACKWARD, LAST_WEIGHTS, WEIGHTS
-from autoplan.search.peak_moments import Shape
+from autoplan.search.paths.peak_moments import Shape
+from autoplan.search.paths.rank_paths import CARRY_FORWARD, RankPaths, rank_paths
+from autoplan.search.paths.schedule_paths import BACKWARD, LAST_BACKWARD, LAST_WEIGHTS, WEIGHTS
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import ONE_BYTE, Array, Segments, slowing_s
-from autoplan.search.rank_paths import CARRY_FORWARD, RankPaths, rank_paths
-from autoplan.search.stage_needs import Needs, places_of
+from autoplan.search.several_stages.stage_needs import Needs, places_of
 from autoplan.solver.linear_model import INFINITY
 
 N_HALVINGS = 5  # of the span in which a bound is raised
