@@ -137,7 +137,8 @@ def test_unproved_plan_exits_0_and_6_under_require_optimal(asked, answer: Answer
 def test_interrupted_search_prints_its_best_plan_and_exits_130(asked, capsys, answer: Answer) -> None:
     asked.answer = replace(answer, result=replace(answer.result, status="feasible", stopped_by="interrupted"))
     assert cli.run(PLAN) == 130
-    assert "<- chosen" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "feasible: the search was interrupted;" in out and "<- chosen" in out
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ _REASONS = {  # why a mesh is not the answer, after a number; see `Rejection.rea
 }
 _STOPPED = {  # why a search ended before its proof; see `SearchResult.stopped_by`
     "time limit": "stopped at the time limit",
-    "interrupted": "interrupted",
+    "interrupted": "was interrupted",
     "stalled": "ended with meshes whose bounds would not rise any further",
     "": f"ended when no plan could be better by more than {GOOD_ENOUGH:.1%}",
 }
