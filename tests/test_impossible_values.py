@@ -70,6 +70,12 @@ def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsy
             "a divisor of a number of devices that a plan on 8 may use",
             "use dp of 1, 2, 4, 8",
         ),
+        (
+            ["--hw", "dgx_a100_x8", "--fix", "tp=3"],
+            "--fix tp=3: found '3, on 1 x 8 devices'",
+            "a divisor or a multiple of the devices of a host",
+            "use tp of 1, 2, 4, 8",
+        ),
         (  # plans for 2 of 3 hosts leave one idle, but none is for a host and a half
             ["--hw", "dgx_a100_x8", "--hosts", "3", "--fix", "tp=4,dp=3,pp=1"],
             "--fix tp=4,dp=3,pp=1: found 4 x 3 x 1 = 12 devices",

@@ -28,6 +28,7 @@ LAYOUT_SIZES = (1, 8)
 # Parts of its price that communication has, one after the other until something is split: two ranks save half of the
 # compute, four of them three quarters, while the launches of small collectives cost both the same.
 PRICES_OF_COMMUNICATION = (1.0, 0.25, 0.0625, 0.0)
+N_NEAR = 8  # degrees named in place of one that has no place
 # Ways to split the operators of a block, in all, up to which its layouts are solved: the largest stage of ResNet-152
 # has 1,846, a Mamba block of 32 tokens, which takes two minutes, 1,838, one of 64 tokens 3,310.
 MOST_STRATEGIES = 2000
@@ -152,7 +153,7 @@ def check_tensor_degree(degree: int, hardware: HardwareProfile) -> None:
             f"--fix tp={degree}",
             found=f"{degree}, on {hardware.n_hosts} x {host} devices",
             expected="a divisor or a multiple of the devices of a host",
-            fix=f"use tp={' or tp='.join(map(str, sorted(legal[:2])))}",
+            fix=f"use tp of {', '.join(map(str, sorted(legal[:N_NEAR])))}",
         )
 
 
