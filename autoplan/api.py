@@ -117,10 +117,12 @@ def measurement_folder(
         measurement_files,
         value_ranges,
     )
+    from autoplan.rules import load_rules
     from autoplan.tracing.local_modules import files_beside
 
     hardware, chosen = load_hardware_profile(hw), checked(options_of(options))
     check_precision(hardware, chosen)
+    load_rules(chosen.rules)
     if chosen.module_level:
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:

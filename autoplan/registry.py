@@ -20,11 +20,12 @@ from autoplan.files import check_file
 from autoplan.user_errors import USERS_ERRORS, import_failure
 
 
-def load_table(package: str, table: str, files: Sequence[str] = ()) -> dict[Any, Any]:
+def load_table(package: str, table: str, files: Sequence[str] = (), *, of: type = object) -> dict[Any, Any]:
     """The entries of the table named `table` of every module of `package`, in order of name, and of these files.
 
     A module without that table adds nothing; a file must have it. Loading a file runs its code.
-    Raises: InputError when two of them hold the same key, or a file cannot be loaded.
+    Raises: InputError when two of them hold the same key, an entry is of another type than `of`, or a file cannot be
+        loaded.
     """
     entries: dict[Hashable, Any] = {}
     home: dict[Hashable, str] = {}
@@ -36,6 +37,13 @@ def load_table(package: str, table: str, files: Sequence[str] = ()) -> dict[Any,
                     found=f"in {home[key]} and in {where}",
                     expected="each key in one file",
                     fix="delete or rename one of the two entries",
+                )
+            if not isinstance(entry, of):
+                raise InputError.of(
+                    f"{where}: {table}[{key!r}]",
+                    found=type(entry).__name__,
+                    expected=of.__name__,
+                    fix=f"see the files of {package.rpartition('.')[2]}/ for examples",
                 )
             entries[key], home[key] = entry, where
     return entries

@@ -118,7 +118,7 @@ def layouts_of(answer) -> set[str]:
     [
         (RULE_FILE.replace(SOFT_CAP, "aten.linear.default"), r"matmul\.py of autoplan\.cost_models and in .*mine\.py"),
         ("RULE = {}", "no such table"),
-        ("RULES = {'a.b.default': 'a b -> a b'}", r"RULES\['a\.b\.default'\]: found 'str'"),
+        ("RULES = {'a.b.default': 'a b -> a b'}", r"mine\.py: RULES\['a\.b\.default'\]: found 'str'"),
         ("import nothing_of_this_name", "importing the file failed: ModuleNotFoundError"),
         (None, "no such file"),
     ],

@@ -240,6 +240,7 @@ def _question(model: str | None, flags: dict[str, Any], options: Options) -> Que
     """
     from autoplan.hardware.cluster import load_hardware
     from autoplan.planning.problem import checked
+    from autoplan.rules import load_rules
     from autoplan.what_if.flags import Flags, flag_tables
     from autoplan.what_if.question import question_of
 
@@ -252,7 +253,7 @@ def _question(model: str | None, flags: dict[str, Any], options: Options) -> Que
         if is_file or isinstance(error, UsageError):
             raise
         raise UsageError(_FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", str(error))) from None
-    checked(question.options)
+    load_rules(checked(question.options).rules)
     for name in question.hw:
         load_hardware(name)
     return question

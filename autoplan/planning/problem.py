@@ -57,18 +57,20 @@ def make_problem(
     options: Options,
     while_tracing: AbstractContextManager[object] | None = None,
 ) -> Problem:
-    """The hardware first and the options, since they are checked at once; then the trace, which takes seconds.
+    """The hardware first and the options, whose checks are quick; then the trace, which takes seconds.
 
     `while_tracing` is entered for the trace alone.
     """
     from autoplan.measure_model.lookup import measurements_of
+    from autoplan.rules import load_rules
 
     hardware = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
     check_hardware(hardware, options)
     check_precision(hardware, options)
-    for file in (*options.rules, *filter(None, [options.profile])):
-        check_file(Path(file), expected="a text file")
+    load_rules(options.rules)
+    if options.profile is not None:
+        check_file(Path(options.profile), expected="a text file")
     path, arguments = model_file(model, overrides or {})
     with while_tracing or nullcontext():
         graph = trace_model(path, overrides=arguments, module_level=options.module_level)
