@@ -58,7 +58,7 @@ DEFAULT_MEASURED_SIZES = (1, 2, 4)  # micro-batches that `autoplan profile` meas
 def plan(
     model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, **options: Any
 ) -> SearchResult:
-    """The fastest plan for a model file on a cluster; `options` are the fields of `Options`.
+    """The fastest plan for a model file on a cluster; `options` are the fields of `Options`, such as `fix="tp=2"`.
 
     Raises: InputError, TraceError or UsageError; that nothing fits is a status of the result, not an error.
     """

@@ -139,10 +139,10 @@ def test_set_values_are_python_literals_or_strings() -> None:
     assert found == {"a": 3, "b": 1e-3, "c": [1, 2], "d": True, "e": "70b", "f": "__import__('os')"}
 
 
-@pytest.mark.parametrize("fix", ["tp=2", {"tp": 2}, (("tp", 2),)])
-def test_a_fix_of_the_library_that_is_no_pairs_of_texts_is_refused_with_an_example(fix) -> None:
-    with pytest.raises(errors.UsageError, match="pairs of texts"):
-        check_options(Options(fix=fix))
+@pytest.mark.parametrize("fix", [3, ["tp=2"], (("tp",),)])
+def test_a_fix_of_the_library_that_is_none_is_refused_with_an_example_of_each_way(fix) -> None:
+    with pytest.raises(errors.UsageError, match=r'the text of --fix, a dict, or pairs(.|\n)*fix="tp=2,pp=1"'):
+        options_of({"fix": fix})
 
 
 @pytest.mark.parametrize("fix", ["schedule=1f1b,chunks=2", "schedule=zero_bubble_v,chunks=1", "pp=1,chunks=2"])
@@ -182,9 +182,20 @@ def test_a_model_itself_is_refused_where_a_file_is_named(ask) -> None:
         ask(type("NoPath", (), {})(), hw="dgx_a100_x8/2" if ask is api.plan else ["dgx_a100_x8/2"])
 
 
-def test_fix_may_be_a_dict_of_numbers_and_words() -> None:
+@pytest.mark.parametrize(
+    "fix",
+    [
+        "dp=2,schedule=gpipe",
+        {"dp": 2, "schedule": "gpipe"},
+        [("dp", 2), ("schedule", "gpipe")],
+        (("dp", "2"), ("schedule", "gpipe")),
+    ],
+)
+def test_fix_of_the_library_may_be_a_text_a_dict_or_pairs(fix) -> None:
     pairs = (("dp", "2"), ("schedule", "gpipe"))
-    assert options_of({"fix": {"dp": 2, "schedule": "gpipe"}}) == options_of({"fix": pairs}) == Options(fix=pairs)
+    assert options_of({"fix": fix}) == check_options(Options(fix=fix)) == Options(fix=pairs)
+    (row,) = api.whatif(GPT, hw=["dgx_a100_x8/2"], n_tokens=1e6, global_batch=8, fix=fix)
+    assert row.fix is not None and row.fix.startswith("dp=2,")
 
 
 def test_several_settings_after_one_set_are_refused_and_a_quoted_text_is_one() -> None:

@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from os import PathLike
 from typing import Any
 
@@ -57,7 +57,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
 
 
 def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options:
-    """The options, unchanged, once every value is known to be possible.
+    """The options, `fix` as pairs, once every value is known to be possible.
 
     `schedules` are the legal names of `fix=schedule`; when empty, any name passes.
 
@@ -94,9 +94,9 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
             expected=f"a chance from {AS_COMPUTED:g}, for plans that fit as computed, to below 1",
             fix="leave it out for the default",
         )
-    for pair in options.fix:
-        _check_pair(pair)
-        _check_fix(*pair, tuple(schedules))
+    options = replace(options, fix=fix_pairs(options.fix))
+    for name, value in options.fix:
+        _check_fix(name, value, tuple(schedules))
     if options.module_level:
         _check_module_level(options)
     _check_compression(options)
@@ -105,7 +105,7 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
 
 
 def options_of(given: Mapping[str, Any]) -> Options:
-    """The options of a library call, by name; `fix` may be a dict too.
+    """The options of a library call, by name; for `fix` see `fix_pairs`.
 
     Raises: UsageError for a name that is none.
     """
@@ -116,9 +116,25 @@ def options_of(given: Mapping[str, Any]) -> Options:
                 f"options: unknown name {name!r}{nearest(name, names)}\n"
                 f"  expected: one of {', '.join(names)}\n  fix: use one of these"
             )
-    fix = given.get("fix", ())
-    pairs = tuple((name, str(value)) for name, value in fix.items()) if isinstance(fix, Mapping) else fix
-    return Options(**{**given, "fix": pairs})
+    return Options(**{**given, "fix": fix_pairs(given.get("fix", ()))})
+
+
+def fix_pairs(fix: object) -> tuple[tuple[str, str], ...]:
+    """What a library call fixes as (name, value) pairs: of the text of --fix, of a dict, or of pairs.
+
+    Raises: UsageError for anything else.
+    """
+    if isinstance(fix, str):
+        return parse_fix([fix])
+    items = fix.items() if isinstance(fix, Mapping) else fix
+    if not (isinstance(items, Iterable) and all(isinstance(item, tuple) and len(item) == 2 for item in items)):
+        raise UsageError.of(
+            "fix",
+            found=repr(fix),
+            expected="the text of --fix, a dict, or pairs of a name and its value",
+            fix='write fix="tp=2,pp=1", fix={"tp": 2, "pp": 1} or fix=(("tp", "2"), ("pp", "1"))',
+        )
+    return tuple((name, str(value)) for name, value in items)
 
 
 def check_is_named(model: object) -> None:
@@ -319,17 +335,6 @@ def _check_compression(options: Options) -> None:
     if name == "powersgd" and options.precision == "fp16":
         expected = "bf16 or fp32, since gradients that overflow would stay in the errors it carries on"
         raise UsageError.of(where, found="--precision fp16", expected=expected, fix="take bf16, or another precision")
-
-
-def _check_pair(pair: object) -> None:
-    """Refuse what a library call gives in place of (name, value)."""
-    if not (isinstance(pair, tuple) and [type(item) for item in pair] == [str, str]):
-        raise UsageError.of(
-            "fix",
-            found=repr(pair),
-            expected="pairs of texts, a name and its value",
-            fix='write fix=(("tp", "2"), ("pp", "1"))',
-        )
 
 
 def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.checks.options import parse_overrides, parse_prices
+from autoplan.checks.options import fix_pairs, parse_overrides, parse_prices
 from autoplan.errors import UsageError
 from autoplan.hardware.fields import Table
 from autoplan.options import TORCH_PRECISIONS
@@ -100,7 +100,7 @@ def keyword_tables(
                 "samples": n_samples,
                 "global_batch": options.get("global_batch"),
                 "precision": options.get("precision"),
-                "fix": ",".join(f"{name}={value}" for name, value in options.get("fix", ())) or None,
+                "fix": ",".join(f"{name}={value}" for name, value in fix_pairs(options.get("fix", ()))) or None,
             }
         ),
         "clusters": _present({"hw": list(hw) or None, "hosts": list(hosts) or None}),
