@@ -16,7 +16,7 @@ from autoplan.search.meshes import is_deeper, list_meshes
 from autoplan.search.result import SearchResult
 
 PIPELINE = Options(max_micro_batch_size=1, top=1, require_optimal=True, fix=(("pp", "4"), ("dp", "1"), ("tp", "1")))
-ONE_STAGE = replace(PIPELINE, fix=(*PIPELINE.fix, ("chunks", "1")))
+ONE_STAGE = replace(PIPELINE, fix=(*PIPELINE.fix, ("stages_per_rank", "1")))
 
 
 def long_pipeline(seed: int, *, max_chunks: int, global_batch: int = 4) -> Toy:
@@ -71,7 +71,7 @@ def test_the_mesh_beyond_the_space_is_counted_and_the_others_are_rejected_once()
     assert replace(run(toy), search_s=0.0, first_plan_s=None) == replace(result, search_s=0.0, first_plan_s=None)
 
 
-@pytest.mark.parametrize(("name", "value"), [("chunks", "1"), ("schedule", "1f1b"), ("schedule", "plain")])
+@pytest.mark.parametrize(("name", "value"), [("stages_per_rank", "1"), ("schedule", "1f1b"), ("schedule", "plain")])
 def test_nothing_beyond_the_space_is_tried_that_was_ruled_out(name: str, value: str) -> None:
     fixed = replace(PIPELINE, fix=(*PIPELINE.fix, (name, value)))
     for seed in range(4):

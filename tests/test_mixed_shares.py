@@ -115,7 +115,7 @@ def test_groups_share_the_batch_where_its_sum_is_cheap_and_the_layers_where_it_i
     "fix",
     [
         ("pp", "2"),
-        ("chunks", "2"),
+        ("stages_per_rank", "2"),
         ("batch_norm", "synchronized"),
         ("grad_compression", "bf16"),
         ("zero", "1"),

@@ -134,6 +134,13 @@ def test_library_options_are_checked_like_the_command_line(options: Options) -> 
         check_options(options)
 
 
+def test_stages_per_rank_may_be_called_chunks() -> None:
+    pairs = (("stages_per_rank", "2"),)
+    assert parse_fix(["chunks=2"]) == check_options(Options(fix=(("chunks", "2"),))).fix == pairs
+    with pytest.raises(errors.UsageError, match="found twice"):
+        parse_fix(["chunks=2,stages_per_rank=2"])
+
+
 def test_set_values_are_python_literals_or_strings() -> None:
     found = parse_overrides(["a=3", "b=1e-3", "c=[1, 2]", "d=True", "e=70b", "f=__import__('os')"])
     assert found == {"a": 3, "b": 1e-3, "c": [1, 2], "d": True, "e": "70b", "f": "__import__('os')"}
@@ -145,11 +152,11 @@ def test_a_fix_of_the_library_that_is_none_is_refused_with_an_example_of_each_wa
         options_of({"fix": fix})
 
 
-@pytest.mark.parametrize("fix", ["schedule=1f1b,chunks=2", "schedule=zero_bubble_v,chunks=1", "pp=1,chunks=2"])
+@pytest.mark.parametrize("fix", ["schedule=1f1b,stages_per_rank=2", "schedule=zero_bubble_v,chunks=1", "pp=1,chunks=2"])
 def test_a_number_of_stages_that_a_schedule_never_has_is_refused(fix: str) -> None:
-    with pytest.raises(errors.UsageError, match=r"fix chunks: found (.|\n)*fix: leave one of"):
+    with pytest.raises(errors.UsageError, match=r"fix stages_per_rank: found (.|\n)*fix: leave one of"):
         check_options(Options(fix=parse_fix([fix])))
-    for others in ("schedule=interleaved,chunks=3", "schedule=gpipe,chunks=1", "pp=1,chunks=1"):
+    for others in ("schedule=interleaved,stages_per_rank=3", "schedule=gpipe,chunks=1", "pp=1,chunks=1"):
         check_options(Options(fix=parse_fix([others])))
 
 

@@ -125,12 +125,12 @@ def test_fixed_chunks_are_the_stages_of_each_rank_however_many() -> None:
     long = replace(SPACE, kinds=(0,) * 40, cuts=(True,) * 39, global_batch=32)
     assert {mesh.n_chunks for mesh in meshes(long)} == {1, 2, 4}
     for n_chunks in (3, 5):  # 5 x 8 ranks: each segment a stage
-        found = meshes(long, fix=(("chunks", str(n_chunks)), ("pp", "8")))
+        found = meshes(long, fix=(("stages_per_rank", str(n_chunks)), ("pp", "8")))
         assert {(mesh.schedule, mesh.n_chunks) for mesh in found} == {("interleaved", n_chunks)}
-    assert all(mesh.n_chunks == 1 for mesh in meshes(long, fix=(("chunks", "1"),)))
-    assert "zero_bubble_v" in {mesh.schedule for mesh in meshes(long, fix=(("chunks", "2"),))}
-    with pytest.raises(InfeasibleError, match="instead of chunks=6, with the rest as it is: 1, 2, 4"):
-        meshes(long, fix=(("chunks", "6"), ("pp", "8")))
+    assert all(mesh.n_chunks == 1 for mesh in meshes(long, fix=(("stages_per_rank", "1"),)))
+    assert "zero_bubble_v" in {mesh.schedule for mesh in meshes(long, fix=(("stages_per_rank", "2"),))}
+    with pytest.raises(InfeasibleError, match="instead of stages_per_rank=6, with the rest as it is: 1, 2, 4"):
+        meshes(long, fix=(("stages_per_rank", "6"), ("pp", "8")))
 
 
 def test_the_largest_micro_batch_is_an_option() -> None:

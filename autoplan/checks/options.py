@@ -41,7 +41,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "shard": None,
     "micro_batch": None,
     "schedule": (),
-    "chunks": None,
+    "stages_per_rank": None,
     "recompute": _RECOMPUTE,
     "keep_attention": _SWITCH,
     "loss": LOSSES,
@@ -54,6 +54,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "grad_compression": GRAD_COMPRESSIONS,
     "powersgd_rank": None,
 }
+_OTHER_NAMES = {"chunks": "stages_per_rank"}  # which `--fix` takes too
 
 
 def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options:
@@ -134,7 +135,7 @@ def fix_pairs(fix: object) -> tuple[tuple[str, str], ...]:
             expected="the text of --fix, a dict, or pairs of a name and its value",
             fix='write fix="tp=2,pp=1", fix={"tp": 2, "pp": 1} or fix=(("tp", "2"), ("pp", "1"))',
         )
-    return tuple((name, str(value)) for name, value in items)
+    return tuple((_OTHER_NAMES.get(name, name), str(value)) for name, value in items)
 
 
 def check_is_named(model: object) -> None:
@@ -208,6 +209,7 @@ def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
     pairs: dict[str, str] = {}
     for part in (part for text in texts for part in text.split(",") if part.strip()):
         name, value = _split_pair("--fix", part)
+        name = _OTHER_NAMES.get(name, name)
         if name in pairs:
             found = f"found twice ({pairs[name]} and {value})"
             raise UsageError(f"--fix {name}: {found}\n  expected: one value\n  fix: give it once")
@@ -299,16 +301,16 @@ def _check_module_level(options: Options) -> None:
 def _check_schedule(options: Options) -> None:
     """Some schedules are of several ranks only, of one rank all are the same; and most have one number of stages."""
     fix = dict(options.fix)
-    schedule, chunks = fix.get("schedule"), fix.get("chunks")
+    schedule, n_stages = fix.get("schedule"), fix.get("stages_per_rank")
     if fix.get("pp") == "1" and schedule in ("interleaved", "zero_bubble_v"):
         expected = "pp of 2 or more, as it is of a pipeline"
         raise UsageError.of(f"--fix schedule={schedule}", found="pp=1", expected=expected, fix="leave one of them out")
     only, why = _STAGES_OF_RANK.get(schedule or ""), f"the stages that each rank has under {schedule}"
     if fix.get("pp") == "1" and only is None:
         only, why = "1", "since a rank without a pipeline has one stage"
-    if only is not None and chunks not in (None, only):
-        expected = f"chunks={only}, {why}"
-        raise UsageError.of("--fix chunks", found=chunks, expected=expected, fix="leave one of them out")
+    if only is not None and n_stages not in (None, only):
+        expected = f"stages_per_rank={only}, {why}"
+        raise UsageError.of("--fix stages_per_rank", found=n_stages, expected=expected, fix="leave one of them out")
 
 
 def _check_compression(options: Options) -> None:

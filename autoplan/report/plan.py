@@ -323,7 +323,7 @@ def _unmet(answer: Answer) -> list[str]:
 def _is_beyond(answer: Answer) -> bool:
     """Whether the chosen plan has more stages per rank than the space."""
     best = answer.result.best
-    return best is not None and is_deeper(best.plan.mesh) and "chunks" not in dict(_fix(answer))
+    return best is not None and is_deeper(best.plan.mesh) and "stages_per_rank" not in dict(_fix(answer))
 
 
 def _worst_case(answer: Answer) -> str:

@@ -10,7 +10,7 @@ from autoplan.parallel_plan import Mesh, Plan
 # What each name of `--fix` means in a mesh; recompute and loss are of plans. The rest changes what is trained.
 MESH_FIELDS = {
     "dp": "dp", "tp": "tp", "pp": "pp", "zero": "zero_stage", "shard": "zero_shard_degree",
-    "micro_batch": "micro_batch_size", "schedule": "schedule", "chunks": "n_chunks", "compile": "compile",
+    "micro_batch": "micro_batch_size", "schedule": "schedule", "stages_per_rank": "n_chunks", "compile": "compile",
     "memory_format": "memory_format", "generated": "generated", "keep_attention": "keeps_attention",
     "cuda_graph": "cuda_graph",
 }  # fmt: skip

@@ -233,7 +233,7 @@ def deeper_meshes(space: SearchSpace, options: Options, *, near: Mesh) -> Iterat
     They have its devices, tensor parallelism, micro-batch size and ZeRO stage, and as many ranks in a pipeline or twice
     as many. Where the number of stages per rank is fixed, there are none: the space then has them.
     """
-    if fixed(options, "chunks") is not None:
+    if fixed(options, "stages_per_rank") is not None:
         return
     wide = replace(space, max_chunks=DEEPER_CHUNKS, max_interleaved_stages=DEEPER_STAGES)
     for tp, pp, dp in _degrees(wide, options, n_devices=near.n_devices):
@@ -375,7 +375,7 @@ def _schedule_choices(
     space: SearchSpace, options: Options, *, pp: int, n_micro_batches: int
 ) -> tuple[tuple[str, int], ...]:
     """(schedule, n_chunks) that exist for these numbers."""
-    n_chunks = fixed_int(options, "chunks")
+    n_chunks = fixed_int(options, "stages_per_rank")
     if pp == 1:
         return (("1f1b", 1),) if n_chunks in (None, 1) else ()
     chunks = _numbers_of_chunks(space, n_chunks, pp=pp)

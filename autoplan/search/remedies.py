@@ -19,7 +19,7 @@ from autoplan.search.result import Candidate, Remedy, SearchResult
 # From the least to the most intrusive. The rest of what may be fixed changes what is trained.
 FIXES = (
     "cuda_graph", "compile", "memory_format", "generated", "loss", "keep_attention", "recompute", "micro_batch", "zero",
-    "shard", "schedule", "chunks", "pp", "tp", "dp",
+    "shard", "schedule", "stages_per_rank", "pp", "tp", "dp",
 )  # fmt: skip
 MAX_HOSTS = 64
 TIME_LIMIT_S = 10.0  # of all searches together

@@ -143,7 +143,7 @@ def searched(options: Options, *, search: str, time_limit_s: float | None = None
     if search == "full":
         return options
     names = {name for name, _ in options.fix}
-    fix = options.fix if names & {"schedule", "chunks"} else (*options.fix, QUICK_SCHEDULE)
+    fix = options.fix if names & {"schedule", "stages_per_rank"} else (*options.fix, QUICK_SCHEDULE)
     return replace(options, fix=fix, time_limit_s=QUICK_TIME_LIMIT_S if time_limit_s is None else time_limit_s)
 
 
@@ -225,7 +225,7 @@ def _is_implied(name: str, value: str, plan: Plan) -> bool:
         "shard": mesh.zero_stage == 0,
         "micro_batch": len({share.micro_batch_size for share in mesh.all_shares}) > 1,
         "schedule": mesh.pp == 1,
-        "chunks": mesh.n_chunks == 1,
+        "stages_per_rank": mesh.n_chunks == 1,
         "keep_attention": plan.recompute == "none" or (value == "on" and bool(plan.groups)),
         "cuda_graph": value == "on" and bool(plan.groups),
     }.get(name, False)

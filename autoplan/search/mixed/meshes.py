@@ -210,7 +210,7 @@ def _table(space: MixedSpace, mesh: Mesh, groups: tuple[int, ...]) -> CostTable:
 
 def _schedules(space: MixedSpace, options: Options, mesh: Mesh, n_ranks: Array) -> Iterator[tuple[str, Array]]:
     """Each schedule with the rows of `n_ranks` that it may have; a rank has one stage."""
-    if fixed_int(options, "chunks") not in (None, 1):
+    if fixed_int(options, "stages_per_rank") not in (None, 1):
         return
     wanted = fixed(options, "schedule")
     is_enough = n_ranks.sum(axis=1) <= mesh.n_micro_batches  # micro-batches for 1f1b

@@ -92,4 +92,4 @@ def _are_allowed(options: Options) -> bool:
     """Not with what ranks do together in every micro-batch, nor with compressed gradients."""
     is_alone = fixed(options, "batch_norm") in (None, BATCH_NORMS[0])
     is_whole = fixed(options, "grad_compression") in (None, GRAD_COMPRESSIONS[0])
-    return is_alone and is_whole and all(fixed_int(options, name) in (None, 1) for name in ("pp", "chunks"))
+    return is_alone and is_whole and all(fixed_int(options, name) in (None, 1) for name in ("pp", "stages_per_rank"))
