@@ -32,9 +32,9 @@ class Options:
 
     Attributes:
         global_batch: samples of one optimizer step; None takes DEFAULT_MICRO_BATCH_SIZE per device.
-        fix: (name, value) pairs that the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, stages_per_rank,
-            recompute, keep_attention, loss, compile, memory_format, cuda_graph, generated, batch_norm, loss_average,
-            grad_compression, powersgd_rank.
+        fix: (name, value) pairs that the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule,
+            stages_per_rank, recompute, keep_attention, loss, compile, memory_format, cuda_graph, generated, batch_norm,
+            loss_average, grad_compression, powersgd_rank.
             Gradients are compressed only where that is fixed, since it changes what is trained.
         time_limit_s: stop searching after this long and return the best plan so far with its gap; None takes as long
             as the proof does.

@@ -126,9 +126,9 @@ def test_reports_say_what_one_device_would_take(answer: Answer) -> None:
         return replace(answer, result=replace(answer.result, one_device=alone))
 
     fits, small = (with_one(OneDevice(step_s, 12 * GiB, 10 * GiB)) for step_s in (5.6, None))
-    assert "\none device: 5.6 s, 3.5 times the step\n" in plan_report(fits)
+    assert "\n3.5 x as fast as one device (5.6 s)\n" in plan_report(fits)
     assert "\none device: does not fit: 12.0 GiB or more of 10.0 GiB\n" in plan_report(small)
-    assert "  one device: 5.6 s, 3.5 times the step" in explain_report(fits)
+    assert "\n  it is 3.5 x as fast as one device (5.6 s)\n" in explain_report(fits)
     assert answer_from_json(answer_to_json(small)) == small
     near = with_one(OneDevice(None, 9 * GiB, 10 * GiB))  # within the device, but without the margin
     near = replace(near, result=replace(near.result, memory_confidence=0.95))
@@ -136,7 +136,8 @@ def test_reports_say_what_one_device_would_take(answer: Answer) -> None:
     assert "one device" not in plan_report(answer)
     fix = (("tp", "1"), ("compile", "off"), ("loss", "whole"))  # where a device is alone, tp is 1 in any case
     request = Request("toy.py", (), "toy_x4", 1, Options(fix=fix))
-    assert "\none device, with compile=off, loss=whole: 5.6 s" in plan_report(replace(fits, request=request))
+    said = "\n3.5 x as fast as one device, with compile=off, loss=whole (5.6 s)\n"
+    assert said in plan_report(replace(fits, request=request))
 
 
 def test_a_faster_plan_that_is_less_simple_is_shown_as_such(answer: Answer) -> None:

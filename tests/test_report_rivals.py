@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from autoplan.answers.answer import (
-    Answer,
-)
+from autoplan.answers.answer import Answer, answer_to_json
+from autoplan.html_report.answer_page import plan_page
 from autoplan.parallel_plan import StagePlan
-from autoplan.report.explain import _signed_seconds
+from autoplan.report.explain import _signed_seconds, explain_report
 from autoplan.report.plan import plan_report, plan_table
 from autoplan.report.rivals import rivals_text
 from autoplan.search.result import OneDevice
@@ -36,13 +36,41 @@ def test_a_next_best_within_the_error_of_the_estimate_is_said_to_be_perhaps_fast
     assert said not in told(1.6 * 1.18)
 
 
-def test_one_device_within_the_error_of_the_estimate_is_said_to_be_perhaps_as_fast(answer: Answer) -> None:
-    def told(step_s: float) -> list[str]:
-        return rivals_text(replace(answer, result=replace(answer.result, one_device=OneDevice(step_s, 1, 2))))
+def beside_one(answer: Answer, step_s: float) -> Answer:
+    """The answer, whose plan takes 1.6 s (1.21 s to 2.12 s), beside a step of one device alone."""
+    return replace(answer, result=replace(answer.result, one_device=OneDevice(step_s, 1, 2)))
 
-    said = "one device may be as fast: uncalibrated steps are off by 17.0%"
-    assert said in told(1.6 * 1.16)
-    assert said not in told(1.6 * 1.18)
+
+@pytest.mark.parametrize(
+    ("alone_s", "said"),
+    [
+        (1.5, "4 devices are slower than one: 1.6 s a step against 1.5 s"),
+        (1.6, "4 devices are perhaps no faster than one: 1.6 s a step, up to 2.12 s, against 1.6 s"),
+        (2.1, "4 devices are perhaps no faster than one: 1.6 s a step, up to 2.12 s, against 2.1 s"),
+    ],
+)
+def test_one_device_within_the_interval_of_the_step_is_told_of_below_the_status(answer, alone_s, said) -> None:
+    shown = beside_one(answer, alone_s)
+    for text in (plan_report(shown), explain_report(shown)):
+        assert f" considered in 500 ms {said} " in " ".join(text.split())
+    assert f"<b>{said}.</b>" in plan_page(shown)
+    assert json.loads(answer_to_json(shown))["may_be_no_faster_than_one_device"] is True
+
+
+def test_one_device_beyond_the_interval_of_the_step_is_told_of_beside_the_recipes_alone(answer: Answer) -> None:
+    shown = beside_one(answer, 2.2)
+    for text in (plan_report(shown), explain_report(shown), plan_page(shown)):
+        assert "faster than one" not in text
+    assert json.loads(answer_to_json(shown))["may_be_no_faster_than_one_device"] is False
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "said"),
+    [(5.6, "3.5 x as fast"), (1.628, "1.02 x as fast"), (1.6048, "1.003 x as fast"), (1.6, "as fast"), (1.2, "0.75 x")],
+)
+def test_a_plan_that_is_not_as_fast_as_one_device_never_reads_as_if_it_were(answer, alone_s, said) -> None:
+    (line,) = [line for line in rivals_text(beside_one(answer, alone_s)) if "as fast as one device (" in line]
+    assert line.startswith(said)
 
 
 def test_a_rival_that_saves_elsewhere_much_of_what_a_part_of_it_costs_says_so(answer: Answer) -> None:

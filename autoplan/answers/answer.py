@@ -146,6 +146,14 @@ def step_errors(candidate: Candidate) -> Errors:
     return STEP_ERRORS[trust(estimate), role]
 
 
+def may_be_no_faster_than_one(answer: Answer) -> bool:
+    """Whether what the step takes on one device alone lies within the interval of the plan's on several, or below."""
+    best, alone = answer.result.best, answer.result.one_device
+    if best is None or best.plan.mesh.n_devices == 1 or alone is None or alone.step_s is None:
+        return False
+    return alone.step_s <= step_interval_s(best)[1]
+
+
 def allocated_interval_bytes(candidate: Candidate) -> tuple[tuple[int, int], ...]:
     """Per pipeline rank, between which two sizes its peak of allocated memory is expected; see `intervals`."""
     errors = memory_errors(candidate.estimate)
@@ -290,6 +298,7 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "alternatives": encode(result.alternatives),
         "baselines": encode(result.baselines),
         "one_device": encode(result.one_device),
+        "may_be_no_faster_than_one_device": may_be_no_faster_than_one(answer),
         "rejected_counts": encode(counts),
         "rejected": encode(result.rejected if is_whole else nearest_rejections(result.rejected, most=MAX_REJECTED)),
     }

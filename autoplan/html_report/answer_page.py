@@ -43,6 +43,7 @@ from autoplan.html_report.timeline import MemoryCurve
 from autoplan.plain_text import percent, rate_text
 from autoplan.plan_words import describe_mesh, lanes_of, plan_rows
 from autoplan.report.plan import fix_text, shortage_text, tightest_bytes
+from autoplan.report.rivals import no_faster_text
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
@@ -56,6 +57,7 @@ def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity
         result=result,
         shortage="" if has_plan else shortage_text(answer),
         remedies=_remedies_table(answer),
+        no_faster=no_faster_text(answer),
         notes=answer.notes,
         charts={chart.name: chart for chart in plan_charts(answer, memory=memory, sensitivity=sensitivity)},
         cards=_cards(answer, answer.best) if has_plan else (),

@@ -51,8 +51,6 @@ def explain_report(answer: Answer) -> str:
         lines += [title, describe_plan(candidate.plan), _difference(answer.best, candidate, other_name="next best")]
     if answer.result.baselines:
         recipes = [_baseline_line(answer.best, item) for item in answer.result.baselines]
-        if answer.result.one_device is not None:
-            recipes.append(f"  {one_device_text(answer)}")
         lines += ["Plain recipes", "\n".join(recipes)]
     word = lanes_of(answer.best.plan).word
     lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops), _beside_ops(answer)]
@@ -128,6 +126,9 @@ def _reasons(answer: Answer) -> str:
         lines.append(f"  it is {same} the best plain recipe that fits ({recipe.baseline})")
     elif answer.result.baselines:
         lines.append("  none of the plain recipes fits")
+    if answer.result.one_device is not None and best.plan.mesh.n_devices > 1:
+        alone = one_device_text(answer)
+        lines.append(f"  {alone}" if answer.result.one_device.step_s is None else f"  it is {alone}")
     return "\n".join(lines)
 
 

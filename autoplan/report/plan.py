@@ -23,7 +23,7 @@ from autoplan.answers.answer import (
 )
 from autoplan.answers.intervals import COMPUTED
 from autoplan.parallel_plan import Estimate, Mesh, Plan
-from autoplan.plain_text import WIDTH, count, page, percent, rate_text, si_count, text_table
+from autoplan.plain_text import WIDTH, count, folded, page, percent, rate_text, si_count, text_table
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
     CAPTURED,
@@ -41,7 +41,7 @@ from autoplan.plan_words import (
     unlike_words,
     words_beside,
 )
-from autoplan.report.rivals import rivals_text
+from autoplan.report.rivals import no_faster_text, rivals_text
 from autoplan.report.stages import stages_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.fixed_values import is_as_fixed
@@ -248,8 +248,9 @@ def describe_plan(plan: Plan) -> str:
 
 
 def heading_parts(answer: Answer) -> list[str]:
-    """What every report opens with: model and cluster, the status, and what was left out or is unknown."""
-    return [_heading(answer), status_text(answer), _limits(answer), _without_rule(answer)]
+    """What every report opens with: model and cluster, the status, what one device does, and what was left out."""
+    no_faster = folded(no_faster_text(answer))
+    return [_heading(answer), status_text(answer), no_faster, _limits(answer), _without_rule(answer)]
 
 
 def _heading(answer: Answer) -> str:

@@ -1,14 +1,25 @@
 """Why the chosen plan, in a line each: the next best mesh, the best plain recipe, one device, and what they lose by;
-and with what chance its memory falls short, where that is worth a line.
+with what chance its memory falls short, where that is worth a line; and whether one device alone may be as fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, step_errors, trust, with_confidence
+from autoplan.answers.answer import (
+    RISKY,
+    Answer,
+    chance_short,
+    may_be_no_faster_than_one,
+    memory_errors,
+    step_errors,
+    step_interval_s,
+    trust,
+    with_confidence,
+)
 from autoplan.answers.intervals import STEP_ERRORS, WAITED_FOR, is_host_bound
 from autoplan.parallel_plan import Estimate
+from autoplan.plain_text import rate_text
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
     KEPT,
@@ -48,9 +59,6 @@ def rivals_text(answer: Answer) -> list[str]:
         lines.append(f"best plain recipe: {recipe.baseline}, {loss(best, recipe)}")
     if result.one_device is not None and best.plan.mesh.n_devices > 1:
         lines.append(one_device_text(answer))
-        alone_s = result.one_device.step_s
-        if alone_s is not None and alone_s < best.estimate.step_s * (1.0 + step_errors(best).rms):
-            lines.append(f"one device may be as fast: {_off_by(best)}")
     return [*lines, *memory_risk(best.estimate), *host_risk(best)]
 
 
@@ -97,8 +105,29 @@ def _measures(answer: Answer) -> tuple[Callable[[Candidate, Candidate], str], Ca
     return (_loss, _step_s) if answer.workload.objective == "time" else (_loss_of_cost, _device_s)
 
 
+def no_faster_text(answer: Answer) -> str:
+    """`2 devices are perhaps no faster than one: 2.19 ms a step, up to 2.74 ms, against 2.23 ms`, where that is so."""
+    if not may_be_no_faster_than_one(answer):
+        return ""
+    best, alone = answer.best, answer.result.one_device
+    assert alone is not None and alone.step_s is not None
+    step_s, alone_text = best.estimate.step_s, format_seconds(alone.step_s)
+    devices = f"{best.plan.mesh.n_devices} devices are"
+    if alone.step_s < step_s * (1.0 - GOOD_ENOUGH):
+        return f"{devices} slower than one: {format_seconds(step_s)} a step against {alone_text}"
+    up_to = format_seconds(step_interval_s(best)[1])
+    return f"{devices} perhaps no faster than one: {format_seconds(step_s)} a step, up to {up_to}, against {alone_text}"
+
+
+def _times_as_fast(ratio: float) -> str:
+    """`1.8 x as fast as`, `1.003 x as fast as`: in as many digits as tell it from 1."""
+    if abs(ratio - 1.0) < AS_FAST:
+        return "as fast as"
+    return f"{ratio:.4g} x as fast as" if abs(ratio - 1.0) < 10 * AS_FAST else f"{rate_text(ratio)} x as fast as"
+
+
 def one_device_text(answer: Answer) -> str:
-    """`one device, with compile=off: 143 s, 7.6 times the step`, or how much it needs at the least."""
+    """`7.6 x as fast as one device, with compile=off (143 s)`, or how much it needs at the least."""
     result, fix = answer.result, () if answer.request is None else answer.request.options.fix
     alone = result.one_device
     assert alone is not None
@@ -108,7 +137,7 @@ def one_device_text(answer: Answer) -> str:
         needed, limit = alone.needed_bytes / GiB, alone.memory_limit_bytes / GiB
         sure = with_confidence(result) if alone.needed_bytes <= alone.memory_limit_bytes else ""
         return f"{name}: does not fit{sure}: {needed:.1f} GiB or more of {limit:.1f} GiB"
-    return f"{name}: {format_seconds(alone.step_s)}, {alone.step_s / answer.best.estimate.step_s:.1f} times the step"
+    return f"{_times_as_fast(alone.step_s / answer.best.estimate.step_s)} {name} ({format_seconds(alone.step_s)})"
 
 
 def _degrees(item: Candidate, *, than: Candidate) -> str:
