@@ -13,7 +13,7 @@ import autoplan
 from autoplan import cli, load_hardware_profile
 from autoplan.options import Options
 from autoplan.what_if import recommending
-from autoplan.what_if.answer_changes import FACTORS, Limit, changes, swing_cells, swings, varied
+from autoplan.what_if.answer_changes import FACTORS, Limit, much_cheaper, swing_cells, swings, varied
 from autoplan.what_if.conditions import Condition
 from autoplan.what_if.points import Point
 from autoplan.what_if.question import Question
@@ -230,17 +230,26 @@ def test_within_a_budget_two_percent_of_the_time_are_not_worth_more_money() -> N
     assert [row.hardware for row in Limit(1000.0, None).ranked([slow, near, fast])] == ["c", "b", "a"]
 
 
-def test_within_a_budget_what_costs_much_less_for_little_more_time_is_named() -> None:
-    best, near, cheap = (
-        _cluster(name, usd, train_s=train_s)
-        for name, usd, train_s in (("a", 100.0, 100.0), ("b", 60.0, 105.0), ("c", 70.0, 104.0))
+def test_within_a_budget_the_cheapest_that_may_be_as_fast_is_named_where_it_costs_much_less() -> None:
+    best, near, dear, slow = (
+        _cluster(name, usd, train_s=train_s, train_s_interval=(0.9 * train_s, 1.2 * train_s))
+        for name, usd, train_s in (("a", 100.0, 100.0), ("b", 74.0, 119.0), ("c", 76.0, 101.0), ("d", 10.0, 121.0))
     )
-    assert changes(best, [cheap, near], None, Limit(None, 200.0))[-1] == (
-        "1 x b (4 devices) takes 5.0% more time and costs 60.00 USD"
-    )
-    dear, slow = _cluster("d", 80.0, train_s=103.0), _cluster("e", 10.0, train_s=111.0)
-    assert len(changes(best, [dear, slow], None, Limit(None, 200.0))) == 1
-    assert not any("more time" in text for text in changes(best, [near], None, Limit(1000.0, None)))
+    limit = Limit(None, 200.0)
+    assert much_cheaper(best, [best, dear, near, slow], limit) == near
+    assert much_cheaper(best, [best, dear, slow], limit) is None
+    assert much_cheaper(best, [best, near], Limit(1000.0, None)) is None
+
+
+def test_a_much_cheaper_cluster_that_may_be_as_fast_is_told_below_the_first_sentence(toy_market) -> None:
+    found = autoplan.recommend(QUESTION, budget_usd=35.0, max_hosts=256, today=TODAY)
+    cheap = _cluster("b", 60.0, train_s=1080.0)
+    best = replace(found.best, train_s=1000.0, train_s_interval=(900.0, 1100.0))
+    told = replace(found, best=best, much_cheaper=cheap)
+    _, second, *_ = recommendation_text(told, width=200).splitlines()
+    assert second == "1 x b (4 devices) may be as fast, by the interval (900 s to 1100 s): 1080 s, 60.00 USD."
+    assert " 60.00 " in recommendation_text(told, width=200).partition("\n\n")[2]  # in the table, too
+    assert recommendation_to_dict(told)["much_cheaper"]["hardware"] == "b"
 
 
 def test_the_fastest_that_is_passed_over_is_told_and_sizes_that_gain_nothing_are_not(

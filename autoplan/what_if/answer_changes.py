@@ -9,7 +9,7 @@ What else is assumed swings for all clusters at once, by the factors of `FACTORS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from autoplan.what_if.rows import WhatIfRow
 
 LOW, HIGH = "low", "high"
 TOLERANCE = 0.02  # within a budget: of the time to train, what is not worth more money
-LITTLE_TIME, MUCH_COST = 0.1, 0.25  # parts of the answer's: what may be worth less money, and how much less is named
+MUCH_COST = 0.25  # of the answer's: how much less another one that may be as fast must cost to be named
 # Assumption -> (factor, field): how far nobody would wonder to find it off.
 FACTORS: Mapping[str, tuple[float, str]] = {
     "time between failures": (4.0, "device_mtbf_s"),
@@ -72,6 +72,16 @@ class Limit:
         if self.deadline_s is not None:
             return f"within {format_seconds(self.deadline_s)}"
         return f"for at most {format_usd(self.budget_usd or 0.0)}"
+
+
+def much_cheaper(best: WhatIfRow, met: Iterable[WhatIfRow], limit: Limit) -> WhatIfRow | None:
+    """Within a budget the cheapest that may be as fast as the best, by its interval, where it costs much less."""
+    if limit.budget_usd is None or best.train_s_interval is None or best.cost_usd is None:
+        return None
+    up_to_s, up_to_usd = best.train_s_interval[1], (1.0 - MUCH_COST) * best.cost_usd
+    near = (row for row in met if row.train_s is not None and row.train_s <= up_to_s)
+    cheapest = min(near, key=lambda row: (row.cost_usd, row.train_s), default=best)
+    return cheapest if cheapest.cost_usd is not None and cheapest.cost_usd <= up_to_usd else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,7 @@ def changes(
         )
         texts.append(f"at the slow end of its interval it takes {format_seconds(worst_s)} and {verdict}")
     texts += [text for row in alternatives if (text := _break_even(best, row, limit))]
-    return (*texts, *_bargain(best, alternatives, limit))
+    return tuple(texts)
 
 
 def _margin(best: WhatIfRow, limit: Limit) -> str:
@@ -196,20 +206,6 @@ def _margin(best: WhatIfRow, limit: Limit) -> str:
     if limit.deadline_s is not None:
         return f"a deadline below {format_seconds(best.train_s)} needs another cluster"
     return f"a budget below {format_usd(best.cost_usd)} needs another cluster"
-
-
-def _bargain(best: WhatIfRow, alternatives: Sequence[WhatIfRow], limit: Limit) -> Iterator[str]:
-    """The cheapest that costs much less for little more time, where the answer is the fastest within a budget."""
-    assert best.train_s is not None and best.cost_usd is not None
-    found = [
-        (row.cost_usd, row.train_s, cluster_name(row))
-        for row in alternatives
-        if row.train_s is not None and row.train_s <= (1.0 + LITTLE_TIME) * best.train_s
-        if row.cost_usd is not None and row.cost_usd <= (1.0 - MUCH_COST) * best.cost_usd
-    ]
-    if found and limit.budget_usd is not None:
-        cost_usd, train_s, name = min(found)
-        yield f"{name} takes {train_s / best.train_s - 1.0:.1%} more time and costs {format_usd(cost_usd)}"
 
 
 def _missed(nearest: WhatIfRow, limit: Limit) -> str:

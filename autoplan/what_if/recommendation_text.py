@@ -17,11 +17,12 @@ from autoplan.what_if.rows import WhatIfRow
 
 def recommendation_text(answer: Recommendation, *, width: int = WIDTH) -> str:
     """One sentence, the alternatives, what would change it, and what it rests on."""
-    parts = [folded(_sentence(answer), width=width)]
-    named = (answer.best, answer.nearest, *answer.alternatives)
-    shown = [row for row in named if row is not None]
-    if answer.passed_over is not None and answer.passed_over not in shown:
-        shown.append(answer.passed_over)
+    said = (_sentence(answer), _much_cheaper(answer))
+    parts = ["\n".join(folded(text, width=width) for text in said if text)]
+    shown: list[WhatIfRow] = []
+    for row in (answer.best, answer.nearest, *answer.alternatives, answer.much_cheaper, answer.passed_over):
+        if row is not None and row not in shown:
+            shown.append(row)
     if shown:
         parts.append(whatif_table(shown, width=width).rstrip())
     tornado = swings_table(answer, width=width)
@@ -63,6 +64,17 @@ def _sentence(answer: Recommendation) -> str:
     return f"{taken} {_passed_over(answer.passed_over, row)}" if answer.passed_over is not None else taken
 
 
+def _much_cheaper(answer: Recommendation) -> str:
+    """Which much cheaper cluster may be as fast."""
+    best, row = answer.best, answer.much_cheaper
+    if best is None or row is None or best.train_s_interval is None:
+        return ""
+    assert row.train_s is not None and row.cost_usd is not None
+    low, high = map(format_seconds, best.train_s_interval)
+    figures = f"{format_seconds(row.train_s)}, {format_usd(row.cost_usd)}"
+    return f"{cluster_name(row)} may be as fast, by the interval ({low} to {high}): {figures}."
+
+
 def _passed_over(fastest: WhatIfRow, best: WhatIfRow) -> str:
     """Why the answer is not the fastest."""
     assert fastest.train_s is not None and fastest.cost_usd is not None
@@ -81,6 +93,7 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
         "status": "feasible" if answer.best is not None else "none_found",
         "best": None if answer.best is None else row_to_dict(answer.best),
         "passed_over": None if answer.passed_over is None else row_to_dict(answer.passed_over),
+        "much_cheaper": None if answer.much_cheaper is None else row_to_dict(answer.much_cheaper),
         "alternatives": [row_to_dict(row) for row in answer.alternatives],
         "nearest": None if answer.nearest is None else row_to_dict(answer.nearest),
         "n_looked_at": answer.n_looked_at,

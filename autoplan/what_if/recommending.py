@@ -29,7 +29,7 @@ from autoplan.hardware.cluster import load_hardware
 from autoplan.plain_text import count
 from autoplan.planning.problem import default_global_batch
 from autoplan.units import SECOND_UNITS, parse_quantity
-from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
+from autoplan.what_if.answer_changes import Limit, Swing, changes, much_cheaper, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, continued, trace_all
 from autoplan.what_if.points import combinations
 from autoplan.what_if.prices import read_prices, rent_price
@@ -53,6 +53,7 @@ class Recommendation:
 
     Attributes:
         passed_over: the fastest within the budget, where that is another one.
+        much_cheaper: within the budget, one that may be as fast by the interval of the best, and costs much less.
         alternatives: the next best that meet it, of other hardware or another number of hosts.
         nearest: when nothing meets it, the cluster that misses it by least.
         n_looked_at: clusters.
@@ -74,6 +75,7 @@ class Recommendation:
     limit: Limit
     swings: tuple[Swing, ...] = ()
     is_interrupted: bool = False
+    much_cheaper: WhatIfRow | None = None
 
 
 def recommend(
@@ -130,6 +132,7 @@ def recommend(
             *assumption_texts(assumptions_of(question, today=today)),
         ),
         is_interrupted=is_interrupted,
+        much_cheaper=None if best is None else much_cheaper(best, met, limit),
     )
 
 
