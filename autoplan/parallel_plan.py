@@ -40,7 +40,9 @@ class BatchShare:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mesh:
-    """The degrees of a plan, and how a batch is cut; rank = (pp_index * dp + dp_index) * tp + tp_index.
+    """A plan but for its stages and what they recompute: the degrees, how a batch is cut, and how passes run.
+
+    rank = (pp_index * dp + dp_index) * tp + tp_index.
 
     Attributes:
         zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.

@@ -126,7 +126,7 @@ def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(
     kept = again.result.rejected
     assert kept == (*far[: most - 2], *near)
     assert again.result.rejected_by_reason == {"bound": most, "memory": 1, "slower": 1}
-    assert f"of {most + 2} meshes" in rejections_text(again.result)
+    assert f"of {most + 2} combinations" in rejections_text(again.result)
     assert answer_from_json(answer_to_json(again)) == again
 
 

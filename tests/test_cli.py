@@ -122,7 +122,7 @@ def test_without_a_plan_a_huge_batch_is_named_as_what_to_change(asked, capsys, i
     assert cli.run(PLAN) == 6
     out, err = capsys.readouterr()
     assert "none has fewer than 30518 samples" in " ".join(out.split())
-    assert "1 of 3 meshes considered" in out and "2 not looked at" in out
+    assert "1 of 3 combinations considered" in out and "2 not looked at" in out
     assert "every plan lacks" not in out  # which only all of them would prove
     assert "fix: raise --time-limit, or give a smaller --global-batch" in err
 

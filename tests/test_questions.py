@@ -92,7 +92,8 @@ def test_why_not_of_numbers_without_a_mesh_lists_those_that_would_do(asked) -> N
     problem, answer = asked
     text = why_not_report(questions.why_not(problem, answer, fix=(("dp", "3"),)))
     assert "infeasible: there is no plan with pp=1, dp=3\n" in text
-    assert "legal dp (divides the global batch): 1, 2, 4, 8" in text and "0 meshes" not in text and "fits" not in text
+    assert "legal dp (divides the global batch): 1, 2, 4, 8" in text
+    assert "0 combinations" not in text and "fits" not in text
     with pytest.raises(UsageError):
         questions.why_not(problem, answer, fix=(("tensor", "3"),))
 

@@ -271,7 +271,7 @@ def test_what_is_fixed_to_one_mesh_is_given_and_nothing_is_said_to_be_optimal(an
     options = Options(fix=(("dp", "2"), ("tp", "1")))
     request = Request("toy.py", (), "toy_x4", 1, options)
     one, several = (replace(answer, request=request, result=replace(answer.result, n_meshes=n)) for n in (1, 5))
-    assert status_text(one) == "given: there is one mesh with dp=2, tp=1, and this is its fastest plan"
+    assert status_text(one) == "given: there is one combination with dp=2, tp=1, and this is its fastest plan"
     assert status_text(several).startswith("optimal: no other plan with dp=2, tp=1 is faster")
 
 

@@ -68,7 +68,7 @@ _REASONS = {  # why a mesh is not the answer, after a number; see `Rejection.rea
 _STOPPED = {  # why a search ended before its proof; see `SearchResult.stopped_by`
     "time limit": "stopped at the time limit",
     "interrupted": "was interrupted",
-    "stalled": "ended with meshes whose bounds would not rise any further",
+    "stalled": "ended with combinations whose bounds would not rise any further",
     "": f"ended when no plan could be better by more than {GOOD_ENOUGH:.1%}",
 }
 
@@ -278,7 +278,8 @@ def status_text(answer: Answer) -> str:
     """What is proved of the answer, of which plans, and what the search took."""
     result = answer.result
     if result.status == "optimal" and result.n_meshes == 1 and _fix(answer):
-        fastest = f"given: there is one mesh {_of_these(answer)}, and this is its fastest plan{_that_fits(result)}"
+        these, fits = _of_these(answer), _that_fits(result)
+        fastest = f"given: there is one combination {these}, and this is its fastest plan{fits}"
         return "\n".join([*_unmet(answer), textwrap.fill(fastest, WIDTH)])
     if result.status == "infeasible" and result.n_meshes == 0:
         return textwrap.fill(f"infeasible: there is no plan {_of_these(answer)}", WIDTH)
@@ -295,10 +296,10 @@ def status_text(answer: Answer) -> str:
             f"\nits {answer.best.plan.mesh.n_chunks} stages per rank are more than the space has: "
             f"other such plans may be {_word(answer, 'faster', 'cheaper')}"
         )
-    meshes = count(result.n_meshes, "mesh", "meshes")
+    tried = count(result.n_meshes, "combination")
     if result.status == "unknown":
-        meshes = f"{result.n_meshes - result.rejected_by_reason.get('time limit', 0)} of {meshes}"
-    considered = f"{meshes} considered in {format_seconds(result.search_s)}"
+        tried = f"{result.n_meshes - result.rejected_by_reason.get('time limit', 0)} of {tried}"
+    considered = f"{tried} considered in {format_seconds(result.search_s)}"
     return "\n".join([*_unmet(answer), *(textwrap.fill(line, WIDTH) for line in status.splitlines()), considered])
 
 
@@ -412,7 +413,7 @@ def rejections_text(result: SearchResult) -> str:
     rejected, counts = result.rejected, result.rejected_by_reason
     if not rejected:
         return ""
-    lines = [f"Not chosen, of {count(sum(counts.values()), 'mesh', 'meshes')}:"]
+    lines = [f"Not chosen, of {count(sum(counts.values()), 'combination')}:"]
     lines += [f"  {number} {reason_text(reason, result)}" for reason, number in sorted(counts.items())]
     near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
     misses = dict.fromkeys(
