@@ -178,6 +178,7 @@ BLOCK = SegmentComparison(
 def test_explain_shows_the_longest_ops_with_their_share_and_ratio(answer: Answer) -> None:
     # 60 of 80 us measured, 30 computed: ratio 2; all: 80 against 40, with an addition that was not measured
     text = ops_text((BLOCK,))
+    assert ops_text((BLOCK,), {"blocks.0": "blocks.0 (norm)"}).startswith("Ops of blocks.0 (norm), 1 of 4 alike")
     assert text.startswith("Ops of blocks.0, 1 of 4 alike: micro-batch 1, tp 2, forward and backward")
     lines = [line.split() for line in text.splitlines()]
     assert ["linear", "60", "us", "30", "us", "2.00", "75%", "4x8,", "8x8"] in lines

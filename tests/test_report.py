@@ -260,6 +260,9 @@ def test_a_pipeline_says_which_segments_each_stage_has_and_on_which_rank(answer:
     text = " ".join(plan_report(named).split())
     assert "stage rank segments from and to" in text
     assert "0 0 2 embed to block.0 1 1 2 block.1 to head" in text
+    between = replace(answer, workload=replace(answer.workload, segment_modules=("tok, pos", "", "", "norm, head")))
+    text = " ".join(plan_report(between).split())
+    assert "0 0 2 outer.0 (tok, pos) to blocks.0 1 1 2 blocks.1 to outer.1 (norm, head)" in text
     mesh = replace(answer.best.plan.mesh, schedule="zero_bubble_v", n_chunks=2)
     stages = tuple(StagePlan(index, index + 1) for index in range(4))
     best = replace(named.best, plan=replace(named.best.plan, mesh=mesh, stages=stages))

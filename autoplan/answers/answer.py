@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
+from itertools import zip_longest
 from typing import Any
 
 from autoplan.answers.intervals import (
@@ -59,6 +60,7 @@ class Workload:
         tokens_per_sample: None when the inputs are not token ids.
         price_usd_per_device_hour: None when unknown.
         segment_names: names of the graph's segments, in order.
+        segment_modules: of those between blocks the modules that they call, in words; "" of blocks.
         provenance: (figure, where it comes from) pairs.
         values: (figure, value with its unit) pairs of the figures of `provenance` that are one number.
         ops_without_rule: operators that no cost rule knows: priced by their bytes, never split.
@@ -85,6 +87,13 @@ class Workload:
     limits: tuple[str, ...] = ()
     groups: tuple[WorkloadGroup, ...] = ()
     values: tuple[tuple[str, str], ...] = ()
+    segment_modules: tuple[str, ...] = ()
+
+    @property
+    def segment_texts(self) -> tuple[str, ...]:
+        """`outer.0 (tokens, positions)`, `blocks.0`: each segment, with its modules where it is between blocks."""
+        pairs = zip_longest(self.segment_names, self.segment_modules, fillvalue="")
+        return tuple(f"{name} ({modules})" if modules else name for name, modules in pairs)
 
 
 @dataclass(frozen=True, slots=True)

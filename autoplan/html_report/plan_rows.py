@@ -99,7 +99,7 @@ def breakdown_table(answer: Answer) -> Table:
 
 def stages_table(answer: Answer) -> Table:
     """What each stage holds; of a batch that groups share, what each group recomputes of the one stage."""
-    names, plan = answer.workload.segment_names, answer.best.plan
+    names, plan = answer.workload.segment_texts, answer.best.plan
     rows = []
     for index, stage in enumerate(plan.stages):
         n_segments, n_recomputed = stage.stop - stage.start, len(stage.recomputed)

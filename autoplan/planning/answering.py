@@ -13,9 +13,11 @@ from autoplan.search.result import SearchResult
 from autoplan.tensor_parallel.split_names import splits
 
 if TYPE_CHECKING:
+    from autoplan.graph import OpGraph, Segment
     from autoplan.hardware import HardwareProfile
     from autoplan.planning.problem import Problem
 
+N_MODULES = 3  # of a segment between blocks, shown
 MODULE_LEVEL_LIMITS = (
     "planned at module level: data parallelism, ZeRO and recomputation; no tensor or pipeline parallelism, because the"
     " operators inside of modules and the values between them were not traced",
@@ -80,6 +82,7 @@ def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None) -> 
         peak_flops_per_s=None if isinstance(hardware, Cluster) else peaks[0],
         price_usd_per_device_hour=mean_price_usd_per_device_hour(hardware),
         segment_names=tuple(segment.name for segment in graph.segments),
+        segment_modules=tuple(_modules(graph, segment) for segment in graph.segments),
         provenance=_provenance(problem),
         values=_values(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
@@ -92,6 +95,13 @@ def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None) -> 
         if isinstance(hardware, Cluster)
         else (),
     )
+
+
+def _modules(graph: OpGraph, segment: Segment) -> str:
+    """`norm, head, loss_fn`: the first few modules that a segment between blocks calls."""
+    ops = () if segment.is_block else graph.ops[segment.start : segment.stop]
+    paths = list(dict.fromkeys(op.module_path for op in ops if op.module_path))
+    return ", ".join([*paths[:N_MODULES], *["..."] * (len(paths) > N_MODULES)])
 
 
 def _unused_network(hardware: HardwareProfile | Cluster) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ def explain_report(answer: Answer) -> str:
         recipes = [_baseline_line(answer.best, item) for item in answer.result.baselines]
         lines += ["Plain recipes", "\n".join(recipes)]
     word = lanes_of(answer.best.plan).word
-    lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops), _beside_ops(answer)]
+    texts = dict(zip(answer.workload.segment_names, answer.workload.segment_texts, strict=False))
+    lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops, texts), _beside_ops(answer)]
     lines += [memory_parts_table(answer.best.estimate, word=word), memory_table(answer.best.estimate, word=word)]
     lines.append(notes_text(answer))
     lines += [rejections_text(answer.result), _sources(answer)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from autoplan.measured_profile.op_times import OpComparison, OpTotals, SegmentComparison
 from autoplan.plain_text import text_table
 from autoplan.units import GB, TFLOP, format_seconds, format_share
@@ -10,11 +13,18 @@ N_SEGMENTS, N_OPS, N_SHAPES = 3, 8, 2
 LEAST_SHARE = 0.01  # of a kind of segments that is shown
 
 
-def ops_text(compared: tuple[SegmentComparison, ...]) -> str:
-    """The longest ops of the kinds of segments that take most; nothing where none are known."""
+def ops_text(compared: tuple[SegmentComparison, ...], texts: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The longest ops of the kinds of segments that take most; nothing where none are known.
+
+    `texts` say what segments are, by name.
+    """
     seconds = {item: item.n_segments * _segment_s(item) for item in compared}
     longest = sorted(seconds, key=lambda item: -seconds[item])[:N_SEGMENTS]
-    return "\n\n".join(_segment_text(i) for i in longest if seconds[i] > LEAST_SHARE * sum(seconds.values()))
+    return "\n\n".join(
+        _segment_text(i, texts.get(i.segment, i.segment))
+        for i in longest
+        if seconds[i] > LEAST_SHARE * sum(seconds.values())
+    )
 
 
 def beside_ops_text(compared: tuple[SegmentComparison, ...], *, n_micro_batches: int, compute_s: float) -> str:
@@ -51,10 +61,10 @@ def _sum_of(item: SegmentComparison) -> OpTotals:
     return whole
 
 
-def _segment_text(item: SegmentComparison) -> str:
+def _segment_text(item: SegmentComparison, name: str) -> str:
     n_of_kind = f", 1 of {item.n_segments} alike" if item.n_segments > 1 else ""
     split = f", tp {item.tp}" if item.tp > 1 else ""
-    title = f"Ops of {item.segment}{n_of_kind}: micro-batch {item.micro_batch_size}{split}, forward and backward"
+    title = f"Ops of {name}{n_of_kind}: micro-batch {item.micro_batch_size}{split}, forward and backward"
     if _measured_s(item):
         return f"{title}\n\n{_measured_table(item)}"
     return f"{title}, computed\n\n{_computed_table(item)}"

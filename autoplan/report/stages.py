@@ -26,7 +26,7 @@ def stages_text(answer: Answer) -> str:
     if plan.mesh.pp == 1 or len(plan.stages) > MOST_SHOWN:
         return ""
     rows = [
-        (str(index), str(rank), str(stage.stop - stage.start), span_text(stage, answer.workload.segment_names))
+        (str(index), str(rank), str(stage.stop - stage.start), span_text(stage, answer.workload.segment_texts))
         for index, (stage, rank) in enumerate(zip(plan.stages, schedule_of(plan.mesh).ranks, strict=True))
     ]
     return text_table(("stage", "rank", "segments", "from and to"), rows, right=frozenset({0, 1, 2}))
