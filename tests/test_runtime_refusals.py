@@ -27,6 +27,7 @@ from autoplan.runtime import (
     load_checkpoint,
 )
 from autoplan.runtime.checkpoint_folder import newest_complete
+from autoplan.runtime.checkpoint_planner import RankCheckpointError
 from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
 from autoplan.runtime.zero import local_part
 
@@ -95,15 +96,21 @@ def device_memory_error():
     try:
         check_device_memory(70 * 2**30, free_bytes=(80 - 40 * distributed.get_rank()) * 2**30)
     except DeviceMemoryError as error:
-        return str(error)
+        return error.code
     return ""
 
 
 def test_too_little_device_memory_stops_every_rank_and_the_first_says_what_is_planned_and_found(two_ranks):
     first, second = (found["device_memory_error"] for found in two_ranks)
-    assert second == "1"
+    assert second == 1
     assert re.search(r"rank 1 on \S+: planned: 70.0 GiB; found: 40.0 GiB free", first)
     assert "rank 0" not in first
+
+
+def test_a_checkpoint_error_is_said_once_a_host_unless_one_rank_may_be_alone_with_it(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    shared, own = CheckpointError("found none"), RankCheckpointError("found none")
+    assert (shared.code, own.code, str(shared)) == (1, "found none", "found none")
 
 
 def refusals(folder):

@@ -9,14 +9,16 @@ from typing import ClassVar
 class Refusal(SystemExit):
     """Ends the program with the message and exit code 1.
 
-    Where every process comes to the same end, the first of a host says why, and the others end with the code alone.
+    Where every process comes to the same end, the first of a host says why, and the others end with the code alone;
+    `str()` of it is the message on all of them.
     """
 
     may_be_of_one_rank: ClassVar[bool] = False
 
     def __init__(self, message: str) -> None:
+        super().__init__(message)
         speaks = self.may_be_of_one_rank or os.environ.get("LOCAL_RANK", "0") == "0"
-        super().__init__(message if speaks else 1)
+        self.code = message if speaks else 1
 
 
 class OptionError(Refusal):
