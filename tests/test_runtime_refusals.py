@@ -44,6 +44,7 @@ def all_of_two_ranks(folder):
     return {
         "bad_steps": [bad_step(1, value, is_fused) for is_fused in (False, True) for value in (math.nan, math.inf)],
         "device_memory_error": device_memory_error(),
+        "first_rank_refuses": first_rank_refuses(f"{folder}/nowhere"),
         "other_model": other_model(f"{folder}/other"),
         "damaged": damaged(f"{folder}/damaged"),
         "error_beside_a_save": error_beside_a_save(f"{folder}/error"),
@@ -153,6 +154,27 @@ def test_options_that_cannot_be_followed_are_refused_with_what_was_found_and_exp
     assert len(found) == n_cases
     for expected, message in found.values():
         assert expected in message
+
+
+def first_rank_refuses(folder):
+    """On one rank: what ends it where the first one finds no checkpoint to go on from."""
+    config = Config(dp=2, precision="fp64")
+    parser = ArgumentParser()
+    add_checkpoint_options(parser)
+    try:
+        Run(
+            ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu")),
+            parser.parse_args(["--resume", folder]),
+        )
+    except CheckpointError as error:
+        return str(error), error.code
+    return "", 0
+
+
+def test_what_the_first_rank_refuses_ends_the_others_without_a_word(two_ranks):
+    (message, said), other = (found["first_rank_refuses"] for found in two_ranks)
+    assert "nowhere: found no complete checkpoint" in message
+    assert (said, other) == (message, (message, 1))
 
 
 def other_model(folder):
