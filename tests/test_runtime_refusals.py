@@ -28,6 +28,7 @@ from autoplan.runtime import (
 )
 from autoplan.runtime.checkpoint_folder import newest_complete
 from autoplan.runtime.checkpoint_planner import RankCheckpointError
+from autoplan.runtime.finite import NotFiniteError
 from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
 from autoplan.runtime.zero import local_part
 
@@ -71,8 +72,8 @@ def bad_step(bad_rank, value, is_fused):
     try:
         model.step(tiny_gpt.make_batch(model.config.global_batch_size // model.config.dp))
     except FloatingPointError as error:
-        return str(error), all(map(torch.equal, trained_tensors(model), before))
-    return "", False
+        return str(error), error.code, all(map(torch.equal, trained_tensors(model), before))
+    return "", 0, False
 
 
 def trained_tensors(model):
@@ -82,13 +83,25 @@ def trained_tensors(model):
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_step_and_rank(two_ranks):
-    for found in two_ranks:
-        for word, (message, is_unchanged) in zip(("nan", "inf") * 2, found["bad_steps"], strict=True):
+    for rank, found in enumerate(two_ranks):
+        for word, (message, code, is_unchanged) in zip(("nan", "inf") * 2, found["bad_steps"], strict=True):
             assert is_unchanged
+            assert code == (1 if rank else message)
             assert f"step 12: the loss is {word}" in message
             assert f"not finite on rank 1 (dp 1, tp 0, pp 0): loss {word}" in message
             assert "rank 0" not in message
             assert "fix: look at the data of this step; resume from the last checkpoint" in message
+
+
+def test_what_one_rank_notes_of_its_batch_is_said_by_that_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "9")
+    for local_rank, message in (("0", "step 3: the loss is nan\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        error = NotFiniteError("step 3: the loss is nan")
+        error.add_note("inputs: found 6 numbers")
+        error.add_note("targets: found 1 numbers")
+        assert error.code == f"{message}rank 9: inputs: found 6 numbers\nrank 9: targets: found 1 numbers"
+        assert error.__notes__ == ["inputs: found 6 numbers", "targets: found 1 numbers"]
 
 
 def device_memory_error():

@@ -10,7 +10,7 @@ class Refusal(SystemExit):
     """Ends the program with the message and exit code 1.
 
     Where every process comes to the same end, the first of a host says why, and the others end with the code alone;
-    `str()` of it is the message on all of them.
+    `str()` of it is the message on all of them. A note is said by the rank that adds it.
     """
 
     may_be_of_one_rank: ClassVar[bool] = False
@@ -19,6 +19,11 @@ class Refusal(SystemExit):
         super().__init__(message)
         speaks = self.may_be_of_one_rank or os.environ.get("LOCAL_RANK", "0") == "0"
         self.code = message if speaks else 1
+
+    def add_note(self, note: str, /) -> None:
+        super().add_note(note)
+        said = f"rank {os.environ.get('RANK', '0')}: {note}"
+        self.code = said if self.code == 1 else f"{self.code}\n{said}"
 
 
 class OptionError(Refusal):
