@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -61,6 +62,7 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
+    atexit.register(_release_holders)  # a refusal ends the process without `stop_process_group`
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "WORLD_SIZE" in os.environ:
@@ -192,7 +194,11 @@ def release_before_stop(holder: HoldsCommunicators) -> None:
 
 def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
-    for holder in list(_holders):
-        holder.release()
+    _release_holders()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _release_holders() -> None:
+    for holder in list(_holders):
+        holder.release()
