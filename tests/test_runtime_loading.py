@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from autoplan.runtime.batches import local_batch
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
-from autoplan.runtime.refusal import DataError, OptionError
+from autoplan.runtime.refusal import DataError, DatasetError, OptionError
 from autoplan.runtime.train import timed_step
 
 CPU = torch.device("cpu")
@@ -251,7 +251,7 @@ def test_a_generator_is_refused_for_evaluation_and_when_training_has_read_it():
 
 @pytest.mark.parametrize("wrong", [DataLoader(Numbers(3)), 7])
 def test_what_is_no_dataset_is_refused(wrong):
-    with pytest.raises(DataError, match="build_dataset: found (DataLoader|int), expected a dataset"):
+    with pytest.raises(DatasetError, match="build_dataset: found (DataLoader|int), expected a dataset"):
         _data(wrong)
 
 

@@ -34,3 +34,9 @@ class DataError(Refusal):
     """What the model file gives to train on or to evaluate on cannot be read as batches of the plan."""
 
     may_be_of_one_rank = True
+
+
+class DatasetError(DataError):
+    """What is given as a dataset is none, on every rank."""
+
+    may_be_of_one_rank = False
