@@ -220,6 +220,7 @@ class OpGraph:
         loss: the name of the scalar that is minimized.
         dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`,
             `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `WHOLE_OPTIMIZER`.
+        optimizer_failure: `ERROR at FILE:LINE: TEXT` with which a trial of the user's optimizer failed; "" it did not.
         waits_at: `FILE:LINE: TEXT` where the user's own forward waits for the device; "" nowhere, as far as known.
     """
 
@@ -232,6 +233,7 @@ class OpGraph:
     loss: str
     dissolved: tuple[str, ...] = ()
     waits_at: str = ""
+    optimizer_failure: str = ""
 
     def __hash__(self) -> int:
         """Of a few fields: what is remembered per graph must not read all its ops each time."""
@@ -283,14 +285,17 @@ class OpGraph:
 
 
 _CLASSES = {cls.__name__: cls for cls in (PerSample, TensorSpec, Ref, Symbol, Op, Parameter, Input, Segment, OpGraph)}
-_LEFT_OUT_IF_EMPTY = frozenset({"waits_at"})  # newer than plans that are kept with the hash of their graph
+_LEFT_OUT_IF_EMPTY = frozenset(
+    {"waits_at", "optimizer_failure"}
+)  # newer than plans that are kept with the hash of their graph
 _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CLASSES.items()}
 
 
 @lru_cache(maxsize=4)
 def _content_hash(graph: OpGraph) -> str:
     dissolved = tuple(word for word in graph.dissolved if word != WHOLE_OPTIMIZER)
-    return hashlib.sha256(graph_to_json(replace(graph, name="", dissolved=dissolved, waits_at="")).encode()).hexdigest()
+    model = replace(graph, name="", dissolved=dissolved, waits_at="", optimizer_failure="")
+    return hashlib.sha256(graph_to_json(model).encode()).hexdigest()
 
 
 def graph_to_json(graph: OpGraph) -> str:

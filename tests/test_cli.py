@@ -253,6 +253,12 @@ def test_every_json_answer_starts_with_the_schema_version(monkeypatch: pytest.Mo
         assert next(iter(json.loads(capsys.readouterr().out).items())) == ("schema_version", SCHEMA_VERSION)
 
 
+def test_verify_says_that_it_runs_a_program_only_once_there_is_one(tmp_path, capsys) -> None:
+    for device in ("cpu", "cuda"):
+        assert cli.run(["verify", str(tmp_path / "nowhere"), "--device", device]) == 3
+        assert "running" not in capsys.readouterr().err
+
+
 def test_verify_prints_what_it_found_and_ends_with_8_when_it_lies_outside(monkeypatch, capsys) -> None:
     step = verify.Comparison(verify.STEP, "s", 1.0, 2.0, -0.5, (0.8, 1.2))
     found = verify.Verification(1, 1, None, 1.0, 2.0, False, "", (step,), {})

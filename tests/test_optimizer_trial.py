@@ -46,22 +46,31 @@ def test_optimizers_of_norms_and_products_do(build_optimizer) -> None:
     assert computes_with_whole_tensors(build_optimizer)
 
 
-def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_of_elements() -> None:
-    assert not computes_with_whole_tensors(torch.optim.LBFGS)  # whose step wants a closure
-    assert not computes_with_whole_tensors(lambda model: AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize(("optimizer", "is_whole"), [("Adafactor", True), ("AdamW", False)])
-def test_a_traced_model_file_tells_what_its_optimizer_does(tmp_path, optimizer, is_whole) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "is_whole", "failure"),
+    [
+        ("Adafactor(parameters)", True, ""),
+        ("AdamW(parameters)", False, ""),
+        ("AdamW(parameters, lr=-1)", False, "ValueError: Invalid learning rate: -1 at "),
+        ("AdamW(parameters.parameters())", False, "AttributeError: 'list' object has no attribute 'parameters' at "),
+        ("LBFGS(parameters)", False, "TypeError: "),  # whose step wants a closure
+    ],
+)
+def test_a_traced_model_file_tells_what_its_optimizer_does_or_how_it_fails(
+    tmp_path, optimizer, is_whole, failure
+) -> None:
     model = tmp_path / "toy.py"
     model.write_text(
         "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
         "loss_fn = F.mse_loss\n\n\n"
         "def build_model():\n    return nn.Linear(4, 4)\n\n\n"
         "def make_batch(n):\n    return torch.randn(n, 4), torch.randn(n, 4)\n\n\n"
-        f"def build_optimizer(parameters):\n    return torch.optim.{optimizer}(parameters)\n"
+        f"def build_optimizer(parameters):\n    return torch.optim.{optimizer}\n"
     )
-    assert (WHOLE_OPTIMIZER in trace_model(model).dissolved) is is_whole
+    graph = trace_model(model)
+    assert (WHOLE_OPTIMIZER in graph.dissolved) is is_whole
+    assert graph.optimizer_failure.startswith(failure)
+    assert graph.optimizer_failure.endswith(f"toy.py:17: return torch.optim.{optimizer}") is failure.endswith(" at ")
 
 
 def test_a_comparison_takes_an_eps_of_two_numbers_for_none() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 import traceback
+from contextlib import closing
 from itertools import islice
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from autoplan.runtime.batches import local_batch
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
-from autoplan.runtime.refusal import DataError, OptionError
+from autoplan.runtime.refusal import DataError, DatasetError, OptionError
 from autoplan.runtime.train import timed_step
 
 CPU = torch.device("cpu")
@@ -250,7 +251,7 @@ def test_a_generator_is_refused_for_evaluation_and_when_training_has_read_it():
 
 @pytest.mark.parametrize("wrong", [DataLoader(Numbers(3)), 7])
 def test_what_is_no_dataset_is_refused(wrong):
-    with pytest.raises(DataError, match="build_dataset: found (DataLoader|int), expected a dataset"):
+    with pytest.raises(DatasetError, match="build_dataset: found (DataLoader|int), expected a dataset"):
         _data(wrong)
 
 
@@ -348,6 +349,25 @@ def test_an_error_on_a_batch_unlike_those_planned_for_says_how_it_differs(sample
     with pytest.raises(torch.OutOfMemoryError) as caught, data.explaining(batch):
         raise torch.OutOfMemoryError("of the device")
     assert not hasattr(caught.value, "__notes__")
+
+
+class Exhausted:
+    """A dataset that draws its samples from an iterator, which has none."""
+
+    def __getitem__(self, index):
+        return next(iter(()))
+
+    def __len__(self):
+        return 12
+
+
+@pytest.mark.parametrize(("n_workers", "part"), [(0, {}), (1, {}), (0, {"collate": lambda samples: next(iter(()))})])
+def test_stop_iteration_of_samples_is_an_error_and_no_end_of_the_epoch(n_workers, part):
+    dataset = Numbers(12) if part else Exhausted()
+    model_file = SimpleNamespace(build_dataset=lambda: dataset, **part)
+    data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0, n_workers=n_workers)
+    with closing(data), pytest.raises(RuntimeError, match="raised StopIteration, which would end the epoch"):
+        next(data)
 
 
 def test_an_error_on_a_batch_like_those_planned_for_stays_as_it_is():

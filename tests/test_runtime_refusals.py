@@ -27,6 +27,8 @@ from autoplan.runtime import (
     load_checkpoint,
 )
 from autoplan.runtime.checkpoint_folder import newest_complete
+from autoplan.runtime.checkpoint_planner import RankCheckpointError
+from autoplan.runtime.finite import NotFiniteError
 from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
 from autoplan.runtime.zero import local_part
 
@@ -43,6 +45,7 @@ def all_of_two_ranks(folder):
     return {
         "bad_steps": [bad_step(1, value, is_fused) for is_fused in (False, True) for value in (math.nan, math.inf)],
         "device_memory_error": device_memory_error(),
+        "first_rank_refuses": first_rank_refuses(f"{folder}/nowhere"),
         "other_model": other_model(f"{folder}/other"),
         "damaged": damaged(f"{folder}/damaged"),
         "error_beside_a_save": error_beside_a_save(f"{folder}/error"),
@@ -69,8 +72,8 @@ def bad_step(bad_rank, value, is_fused):
     try:
         model.step(tiny_gpt.make_batch(model.config.global_batch_size // model.config.dp))
     except FloatingPointError as error:
-        return str(error), all(map(torch.equal, trained_tensors(model), before))
-    return "", False
+        return str(error), error.code, all(map(torch.equal, trained_tensors(model), before))
+    return "", 0, False
 
 
 def trained_tensors(model):
@@ -80,13 +83,25 @@ def trained_tensors(model):
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_step_and_rank(two_ranks):
-    for found in two_ranks:
-        for word, (message, is_unchanged) in zip(("nan", "inf") * 2, found["bad_steps"], strict=True):
+    for rank, found in enumerate(two_ranks):
+        for word, (message, code, is_unchanged) in zip(("nan", "inf") * 2, found["bad_steps"], strict=True):
             assert is_unchanged
+            assert code == (1 if rank else message)
             assert f"step 12: the loss is {word}" in message
             assert f"not finite on rank 1 (dp 1, tp 0, pp 0): loss {word}" in message
             assert "rank 0" not in message
             assert "fix: look at the data of this step; resume from the last checkpoint" in message
+
+
+def test_what_one_rank_notes_of_its_batch_is_said_by_that_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "9")
+    for local_rank, message in (("0", "step 3: the loss is nan\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        error = NotFiniteError("step 3: the loss is nan")
+        error.add_note("inputs: found 6 numbers")
+        error.add_note("targets: found 1 numbers")
+        assert error.code == f"{message}rank 9: inputs: found 6 numbers\nrank 9: targets: found 1 numbers"
+        assert error.__notes__ == ["inputs: found 6 numbers", "targets: found 1 numbers"]
 
 
 def device_memory_error():
@@ -95,15 +110,21 @@ def device_memory_error():
     try:
         check_device_memory(70 * 2**30, free_bytes=(80 - 40 * distributed.get_rank()) * 2**30)
     except DeviceMemoryError as error:
-        return str(error)
+        return error.code
     return ""
 
 
 def test_too_little_device_memory_stops_every_rank_and_the_first_says_what_is_planned_and_found(two_ranks):
     first, second = (found["device_memory_error"] for found in two_ranks)
-    assert second == "1"
+    assert second == 1
     assert re.search(r"rank 1 on \S+: planned: 70.0 GiB; found: 40.0 GiB free", first)
     assert "rank 0" not in first
+
+
+def test_a_checkpoint_error_is_said_once_a_host_unless_one_rank_may_be_alone_with_it(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    shared, own = CheckpointError("found none"), RankCheckpointError("found none")
+    assert (shared.code, own.code, str(shared)) == (1, "found none", "found none")
 
 
 def refusals(folder):
@@ -146,6 +167,27 @@ def test_options_that_cannot_be_followed_are_refused_with_what_was_found_and_exp
     assert len(found) == n_cases
     for expected, message in found.values():
         assert expected in message
+
+
+def first_rank_refuses(folder):
+    """On one rank: what ends it where the first one finds no checkpoint to go on from."""
+    config = Config(dp=2, precision="fp64")
+    parser = ArgumentParser()
+    add_checkpoint_options(parser)
+    try:
+        Run(
+            ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu")),
+            parser.parse_args(["--resume", folder]),
+        )
+    except CheckpointError as error:
+        return str(error), error.code
+    return "", 0
+
+
+def test_what_the_first_rank_refuses_ends_the_others_without_a_word(two_ranks):
+    (message, said), other = (found["first_rank_refuses"] for found in two_ranks)
+    assert "nowhere: found no complete checkpoint" in message
+    assert (said, other) == (message, (message, 1))
 
 
 def other_model(folder):

@@ -387,6 +387,13 @@ def test_an_optimizer_of_whole_tensors_is_stated_where_a_plan_gives_it_parts():
     assert whole.content_hash() == graph.content_hash()  # plans of the same model fit both
 
 
+def test_an_optimizer_that_could_not_be_tried_is_stated_with_why():
+    graph = graph_of()
+    failed = replace(graph, optimizer_failure="ValueError: Invalid learning rate: -1")
+    assert "it fails on a matrix and a bias (ValueError: Invalid learning rate: -1)" in only_note(failed, ONE_PROCESS)
+    assert failed.content_hash() == graph.content_hash()
+
+
 def test_batch_norm_in_evaluation_mode_is_like_any_other_layer():
     graph = graph_of(lambda: Calling(lambda layer, x: F.batch_norm(layer(x), x.new_zeros(WIDTH), x.new_ones(WIDTH))))
     assert notes_of(graph) == ()
@@ -447,7 +454,7 @@ def test_every_statement_is_one_sentence():
         return F.cross_entropy(outputs, targets, ignore_index=0) + (outputs - outputs.mean(0)).square().sum()
 
     graph = graph_of(everything, loss_fn)
-    graph = replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER))
+    graph = replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER), optimizer_failure="ValueError")
     both = {"grad_compression": "bf16"}, {"grad_compression": "powersgd", "powersgd_rank": 4}
     for mesh, compression in zip((DATA_PARALLEL, PIPELINE), both, strict=True):
         found = notes_of(graph, replace(mesh, tp=2), precision="bf16", **compression)

@@ -243,3 +243,10 @@ def test_changed_program_is_refused_before_it_runs(folder: Path) -> None:
     with pytest.raises(InputError, match=r"train\.py"):
         verify_folder(folder, n_steps=3, device="cpu", start=start)
     assert seen == []
+
+
+def test_a_plan_without_its_program_is_refused(folder: Path) -> None:
+    start, seen = _program()
+    with pytest.raises(InputError, match="found 'a plan alone'"):
+        verify_folder(folder / "plan.json", n_steps=3, device="cpu", start=start, progress=seen.append)
+    assert seen == []

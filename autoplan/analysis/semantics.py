@@ -213,6 +213,15 @@ def _own_gradients(graph: OpGraph, plan: Plan) -> str:
     )
 
 
+def _untried_optimizer(graph: OpGraph, plan: Plan) -> str:
+    if not graph.optimizer_failure:
+        return ""
+    return (
+        "Whether the optimizer of build_optimizer computes with whole tensors is not known, as it fails on a matrix and"
+        f" a bias ({graph.optimizer_failure}): if it fails on the model's parameters too, so does the program."
+    )
+
+
 def _whole_optimizer(graph: OpGraph, plan: Plan) -> str:
     mesh = plan.mesh
     if WHOLE_OPTIMIZER not in graph.dissolved:
@@ -269,6 +278,7 @@ STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
     _random_numbers,
     _written_buffers,
     _own_gradients,
+    _untried_optimizer,
     _whole_optimizer,
     _checkpoint,
     _autocast,

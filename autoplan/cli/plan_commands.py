@@ -210,8 +210,7 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
     """Run the program of DIR (this runs its code): parity with one process on CPU, the prediction on CUDA."""
     from autoplan.output.verify import outside_text, verification_text, verify_folder
 
-    tell(f"running {folder} for {n_steps} steps on {device}")
-    found = verify_folder(folder, n_steps=n_steps, device=device)
+    found = verify_folder(folder, n_steps=n_steps, device=device, progress=tell)
     print_result(json_text(asdict(found)) if output_format == "json" else verification_text(found))
     if found.within_interval is False:
         raise ToleranceError(f"{folder}: outside of what was predicted: {outside_text(found)}")

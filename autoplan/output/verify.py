@@ -119,8 +119,15 @@ class Verification:
     details: dict[str, Any]
 
 
-def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:
-    """Check the folder, run its program for `n_steps`, and compare.
+def verify_folder(
+    folder: Path,
+    *,
+    n_steps: int,
+    device: str,
+    start: Start = start_process,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Verification:
+    """Check the folder, run its program for `n_steps`, and compare; `progress` is told when it starts.
 
     On CPU the program runs in float64 beside one plain process and must agree with it, processes of all hosts on this
     one. On CUDA it is timed for at least two steps, after `N_BEFORE_REPLAYS` more where it has a CUDA graph, and then
@@ -130,6 +137,9 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
         when it does not run on this device.
     """
     answer = read_answer(folder)
+    if not folder.is_dir():
+        expected, fix = "a folder that plan --out wrote", "name the folder that the plan is in"
+        raise InputError.of(str(folder), found="a plan alone", expected=expected, fix=fix)
     n_before = N_BEFORE_REPLAYS if device == "cuda" and answer.best.plan.mesh.cuda_graph else 0
     n_processes, n_hosts = answer.best.plan.mesh.n_devices, launch_size(answer)["n_hosts"]
     if device == "cuda":
@@ -140,6 +150,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
             )
         n_steps = max(n_steps, 2)  # the first is warm-up
         _check_device_count(n_processes, folder)
+    progress(f"running {folder} for {n_steps} steps on {device}")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "result.json"
         code = start(_command(n_processes, n_before + n_steps, device, report), folder)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.checks.options import check_batch, check_degrees, check_is_named, check_options
 from autoplan.errors import InputError, UsageError
 from autoplan.files import check_file
-from autoplan.graph import WHOLE_OPTIMIZER
 from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
@@ -100,13 +99,11 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
     def trace_now() -> OpGraph:
         from autoplan.tracing import module_level as modules
         from autoplan.tracing import trace
-        from autoplan.tracing.optimizer_trial import computes_with_whole_tensors
+        from autoplan.tracing.optimizer_trial import with_optimizer
 
         source = trace.model_source(path, dict(overrides))
         graph = modules.trace_modules(source) if module_level else trace.trace_model(source)
-        if source.build_optimizer is None or not computes_with_whole_tensors(source.build_optimizer):
-            return graph
-        return replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER))
+        return graph if source.build_optimizer is None else with_optimizer(graph, source.build_optimizer)
 
     return with_padded_head(cached_graph(path, overrides, trace_now, way="module level" if module_level else ""))
 

@@ -39,7 +39,7 @@ from .checkpoint_folder import (
     start_writing,
 )
 from .checkpoint_pieces import Piece
-from .checkpoint_planner import CheckpointError, IndexReader, read_pieces, write_pieces
+from .checkpoint_planner import CheckpointError, IndexReader, RankCheckpointError, read_pieces, write_pieces
 from .checkpoint_state import (
     MODEL,
     Values,
@@ -144,9 +144,8 @@ class Checkpoints:
         try:
             return under_way.result()
         except (Exception, CheckpointError) as error:
-            raise CheckpointError(
-                f"a checkpoint could not be written; those before it are untouched\n{error}"
-            ) from error
+            kind = type(error) if isinstance(error, CheckpointError) else RankCheckpointError
+            raise kind(f"a checkpoint could not be written; those before it are untouched\n{error}") from error
 
     def complete_within(self, limit_s: float) -> Path | None:
         """Give the save that is under way so long to be complete; its folder, or None. For a run that ends in error."""

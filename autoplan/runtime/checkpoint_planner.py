@@ -50,6 +50,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from .checkpoint_pieces import Piece
+from .refusal import Refusal
 
 N_THREADS = 4  # of a rank, that write or read
 
@@ -66,8 +67,14 @@ _INDEX_CLASSES = {
 }  # fmt: skip
 
 
-class CheckpointError(SystemExit):
-    """A checkpoint cannot be written, or is not what this program can load; ends it with the message and code 1."""
+class CheckpointError(Refusal):
+    """A checkpoint cannot be written, or is not what this program can load."""
+
+
+class RankCheckpointError(CheckpointError):
+    """What one rank may meet alone: in its own part of the optimizer's state, or at a file."""
+
+    may_be_of_one_rank = True
 
 
 def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> dict[str, int]:

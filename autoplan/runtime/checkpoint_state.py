@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .checkpoint_pieces import Piece, pieces_of
-from .checkpoint_planner import CheckpointError
+from .checkpoint_planner import CheckpointError, RankCheckpointError
 from .parallel import ParallelModel
 from .zero import local_part
 
@@ -96,7 +96,9 @@ def optimizer_pieces(model: ParallelModel) -> tuple[list[Piece], Values]:
     for first_name, name, parameter in named_parameters(model):
         for entry, value in model.optimizer.state.get(parameter, {}).items():
             if "." in entry:
-                raise CheckpointError(f"the optimizer's state of {name}: found entry {entry!r}, expected no dot in it")
+                raise RankCheckpointError(
+                    f"the optimizer's state of {name}: found entry {entry!r}, expected no dot in it"
+                )
             key = f"{OPTIMIZER}{first_name}.{entry}"
             if not isinstance(value, torch.Tensor):
                 values.setdefault(first_name, {})[entry] = value
@@ -105,7 +107,7 @@ def optimizer_pieces(model: ParallelModel) -> tuple[list[Piece], Values]:
             elif value.numel() == 1 or _is_whole(model, name, parameter):
                 pieces += pieces_of(key, value, whole_shape=tuple(value.shape))
             else:
-                raise CheckpointError(_other_shape(first_name, entry, tuple(value.shape), tuple(parameter.shape)))
+                raise RankCheckpointError(_other_shape(first_name, entry, tuple(value.shape), tuple(parameter.shape)))
     return pieces, values
 
 
@@ -135,7 +137,7 @@ def optimizer_state_to_fill(
                 own[entry] = torch.zeros(found.size, dtype=found.properties.dtype)
                 pieces += pieces_of(key, own[entry], whole_shape=tuple(found.size))
             else:
-                raise CheckpointError(_other_shape(first_name, entry, tuple(found.size), tuple(parameter.shape)))
+                raise RankCheckpointError(_other_shape(first_name, entry, tuple(found.size), tuple(parameter.shape)))
         state[numbers[id(parameter)]] = own
     return state, pieces
 
@@ -215,7 +217,7 @@ def restored_groups(model: ParallelModel, saved: Iterable[Mapping[str, Any]]) ->
         if not own["parameters"] and len(saved) == 1:
             found = [saved[0]["options"]]
         if any(options != found[0] for options in found):
-            raise CheckpointError(
+            raise RankCheckpointError(
                 f"the optimizer's group {number}: found parameters that were saved with different options, among them "
                 f"{own['parameters'][0]}\n  fix: build the optimizer with the same groups as when it was saved"
             )

@@ -17,6 +17,11 @@ import torch
 import torch.distributed as dist
 
 from .mesh import RankMesh
+from .refusal import Refusal
+
+
+class NotFiniteError(Refusal, FloatingPointError):
+    """A step's loss or gradients are not finite."""
 
 
 @contextmanager
@@ -46,7 +51,7 @@ def check_finite(sums: torch.Tensor, own: torch.Tensor, *, step: int, mesh: Rank
 
     All ranks must call it. Waits for the device.
 
-    Raises: FloatingPointError on every rank, naming the ranks on which it began.
+    Raises: NotFiniteError on every rank, naming the ranks on which it began.
     """
     if torch.isfinite(sums).all():
         return
@@ -58,7 +63,7 @@ def check_finite(sums: torch.Tensor, own: torch.Tensor, *, step: int, mesh: Rank
     losses = [f"{place}: loss {loss}" for place, loss, _ in found if not math.isfinite(loss)]
     gradients = [f"{place}: gradients" for place, _, norm in found if not math.isfinite(norm)]
     where = "\n".join(f"  not finite on {line}" for line in losses or gradients or ["the sum of all ranks only"])
-    raise FloatingPointError(
+    raise NotFiniteError(
         f"step {step}: the loss is {sums[0].item()}, the squared norm of the gradients {sums[1].item()}; expected: "
         f"finite numbers. No parameter was changed by this step.\n{where}\n"
         "  fix: look at the data of this step; resume from the last checkpoint with a smaller --lr, or with --clip"

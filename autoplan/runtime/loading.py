@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from .batches import Batch, flatten_tensors, global_batch, local_batch, map_tensors
 from .config import Config
 from .reading import START, Position, Reading, Stream, batches_from, is_map_style
-from .refusal import DataError, OptionError
+from .refusal import DatasetError, OptionError
 from .rehearsal import Rehearsal
 from .samples import naming_differences
 from .seeds import seeding_the_host
@@ -91,7 +91,7 @@ def training_data(
     it takes to draw or read a batch. With a `rehearsal` the first batch of a dataset is checked before it is handed
     out. `reading` has further fields of `Reading`. A function `collate(samples)` in the model file replaces torch's.
 
-    Raises: OptionError when `n_different` is below 1; DataError when a dataset is none.
+    Raises: OptionError when `n_different` is below 1; DatasetError when a dataset is none.
     """
     if n_different is not None and n_different < 1:
         raise OptionError(
@@ -128,7 +128,8 @@ def evaluation_data(
 
     With a `rehearsal` the first batch is read and checked at once, by this process, as if it had not been.
 
-    Raises: OptionError when the model file has none; DataError when it is no dataset, or when the check finds a fault.
+    Raises: OptionError when the model file has none; DatasetError when it is no dataset; DataError when the check finds
+        a fault.
     """
     if not hasattr(model_file, "build_eval_dataset"):
         raise OptionError(
@@ -137,7 +138,7 @@ def evaluation_data(
         )
     dataset = _dataset_of(model_file, "build_eval_dataset")
     if isinstance(dataset, Iterator) and not isinstance(dataset, Dataset):
-        raise DataError(
+        raise DatasetError(
             f"model.py: build_eval_dataset: found {type(dataset).__name__}, which is read only once, expected a dataset"
             " that each evaluation reads from its start\n"
             "  fix: return a list, or an IterableDataset whose __iter__ begins anew"
@@ -154,7 +155,7 @@ def evaluation_data(
 def _dataset_of(model_file: Any, name: str) -> Any:
     dataset = getattr(model_file, name)()
     if isinstance(dataset, DataLoader) or not (is_map_style(dataset) or hasattr(dataset, "__iter__")):
-        raise DataError(
+        raise DatasetError(
             f"model.py: {name}: found {type(dataset).__name__}, expected a dataset of (inputs, targets)\n"
             "  fix: return what has __getitem__ and __len__, or __iter__; the program makes the batches"
         )

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .finite import NotFiniteError
+
 FIRST_SCALE = 2.0**16
 SMALLEST_SCALE = 1.0
 GROWTH_STEPS = 2000
@@ -37,11 +39,12 @@ class LossScale:
     def back_off(self) -> None:
         """After a step whose gradients were not finite.
 
-        Raises: FloatingPointError when a smaller scale cannot help.
+        Raises: NotFiniteError when a smaller scale cannot help.
         """
         if self.value <= SMALLEST_SCALE:
-            raise FloatingPointError(
-                f"gradients are not finite even with a loss scale of {self.value:g}; expected: finite ones\n"
+            raise NotFiniteError(
+                f"gradients are not finite even with a loss scale of {self.value:g}; expected: finite ones. "
+                "No parameter was changed by this step.\n"
                 "  fix: a smaller --lr, --clip 1.0, or --dtype bfloat16; look for inf or NaN in the data"
             )
         self.value, self.n_good_steps = self.value / 2.0, 0

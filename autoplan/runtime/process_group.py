@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from .config import Config
 from .planned_devices import check_device_count, check_world_size
+from .refusal import Refusal
 
 TIMEOUT_S = 600.0
 OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
@@ -60,6 +62,7 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
+    atexit.register(_release_holders)  # a refusal ends the process without `stop_process_group`
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "WORLD_SIZE" in os.environ:
@@ -110,20 +113,22 @@ def from_first_rank(
     """What `make` returns on rank 0, on every rank; the process group must have been started.
 
     `group` holds all ranks; None is the one that trains.
-    Raises: what `make` raises, on rank 0; `failure` with its message on the others, so that none waits for ever.
+    Raises: what `make` raises, on rank 0; on the others the same `Refusal`, or `failure` with the message of any other
+        error, so that none waits for ever.
     """
     if dist.get_world_size(group) == 1:
         return make()
-    values: list[Any] = [None, ""]
+    values: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             values[0] = make()
         except BaseException as error:
-            dist.broadcast_object_list([None, f"rank 0: {error}"], src=0, group=group)
+            told = error if isinstance(error, Refusal) else failure(f"rank 0: {error}")
+            dist.broadcast_object_list([None, told], src=0, group=group)
             raise
     dist.broadcast_object_list(values, src=0, group=group)
-    if values[1]:
-        raise failure(values[1])
+    if values[1] is not None:
+        raise values[1]
     return values[0]
 
 
@@ -189,7 +194,11 @@ def release_before_stop(holder: HoldsCommunicators) -> None:
 
 def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
-    for holder in list(_holders):
-        holder.release()
+    _release_holders()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _release_holders() -> None:
+    for holder in list(_holders):
+        holder.release()

@@ -31,7 +31,7 @@ from .batches import Batch
 from .config import Config
 from .refusal import DataError
 from .rehearsal import Rehearsal
-from .samples import Collating, Drawn, NoBatch, check_first_batch
+from .samples import Collating, Drawn, NoBatch, called, check_first_batch
 from .seeds import mixed_seed, scrambled, seeding_the_host
 
 Collate = Callable[[list[Any]], Any]
@@ -184,15 +184,18 @@ class _SeededSamples(Dataset[Any]):
         self._dataset, self._seed = dataset, seed
 
     def __getitems__(self, indices: list[int]) -> Drawn:
+        return Drawn(called(self._samples, "__getitem__", indices), indices)
+
+    def _samples(self, indices: list[int]) -> Any:
         samples = []
         with seeding_the_host() as seed_all:
             if hasattr(self._dataset, "__getitems__"):
                 seed_all(mixed_seed(self._seed, indices[0]))
-                return Drawn(self._dataset.__getitems__(indices), indices)
+                return self._dataset.__getitems__(indices)
             for index in indices:
                 seed_all(mixed_seed(self._seed, index))
                 samples.append(self._dataset[index])
-        return Drawn(samples, indices)
+        return samples
 
 
 def _iterable_batches(dataset: Any, reading: Reading, start: Position) -> Stream:

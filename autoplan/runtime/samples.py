@@ -36,6 +36,14 @@ class NoBatch:
     reason: str
 
 
+def called(function: Callable[[Any], Any], name: str, argument: Any) -> Any:
+    """`function(argument)`, whose StopIteration is an error: else it would end the epoch like a last sample."""
+    try:
+        return function(argument)
+    except StopIteration as error:
+        raise RuntimeError(f"{name} raised StopIteration, which would end the epoch") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Collating:
     """(inputs, targets) of samples, by the model file's `collate` or torch's; workers get it by pickle.
@@ -50,7 +58,7 @@ class Collating:
     def __call__(self, drawn: Drawn) -> Batch | NoBatch:
         is_own = self.collate is not default_collate
         try:
-            batch = tensors_in_place(self.collate(drawn.samples))
+            batch = tensors_in_place(called(self.collate, "collate", drawn.samples))
         except FAILURES:
             why = "" if is_own else _why_no_batch(drawn)
             if not why:

@@ -2,38 +2,50 @@
 
 AdamW or SGD treats each element by itself. LARS, Adafactor and Muon take norms or products of a matrix, and those of a
 shard are others. What `build_optimizer` returns is tried on a matrix and a bias: whole, and each half by itself.
+One that fails on them may work on the model's own parameters, so that is told and no error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoplan.user_errors import USERS_ERRORS
+from autoplan.graph import WHOLE_OPTIMIZER, OpGraph
+from autoplan.user_errors import USERS_ERRORS, users_place, what_failed
 
 WIDTH, N_STEPS = 8, 2
 
 
-def computes_with_whole_tensors(build_optimizer: Callable[[Any], Any]) -> bool:
-    """Whether halves of tensors are updated otherwise than the whole; false where the optimizer cannot be tried."""
-    values, *gradients = _numbers()
+def with_optimizer(graph: OpGraph, build_optimizer: Callable[[Any], Any]) -> OpGraph:
+    """The graph, with what was found of the user's optimizer, or how it failed."""
     try:
-        whole = _trained(build_optimizer, values, gradients)
-        return any(
-            not torch.allclose(trained, expected)
-            for dim in (0, 1)
-            for half in (0, 1)
-            for trained, expected in zip(
-                _trained(build_optimizer, _half(values, dim, half), [_half(step, dim, half) for step in gradients]),
-                _half(whole, dim, half),
-                strict=True,
-            )
+        is_whole = computes_with_whole_tensors(build_optimizer)
+    except USERS_ERRORS as error:
+        return replace(graph, optimizer_failure=what_failed(error) + users_place(error))
+    return replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER)) if is_whole else graph
+
+
+def computes_with_whole_tensors(build_optimizer: Callable[[Any], Any]) -> bool:
+    """Whether halves of tensors are updated otherwise than the whole.
+
+    Raises: what the user's optimizer does.
+    """
+    values, *gradients = _numbers()
+    whole = _trained(build_optimizer, values, gradients)
+    return any(
+        not torch.allclose(trained, expected)
+        for dim in (0, 1)
+        for half in (0, 1)
+        for trained, expected in zip(
+            _trained(build_optimizer, _half(values, dim, half), [_half(step, dim, half) for step in gradients]),
+            _half(whole, dim, half),
+            strict=True,
         )
-    except USERS_ERRORS:
-        return False
+    )
 
 
 def _numbers() -> list[tuple[Tensor, ...]]:
