@@ -44,6 +44,7 @@ def start_process_group(device_type: str, config: Config, *, timeout_s: float = 
     if device_type == "cpu":
         _use_local_threads()
     join_process_group(device_type, timeout_s=timeout_s)
+    atexit.register(_leave_if_not_stopped)
 
 
 def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -62,7 +63,7 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
-    atexit.register(_release_holders)  # a refusal ends the process without `stop_process_group`
+    atexit.register(_release_holders)  # of a loop of the user's own, which need not call `stop_process_group`
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "WORLD_SIZE" in os.environ:
@@ -141,11 +142,21 @@ def _exit_at_once(report: ExceptHook) -> ExceptHook:
 
     def report_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         report(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        _leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     return report_and_exit
+
+
+def _leave_if_not_stopped() -> None:
+    """At the end of a program: what has ended it before `stop_process_group` is a refusal, which Python has printed."""
+    if dist.is_initialized():
+        _leave(1)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager
