@@ -163,10 +163,15 @@ def check_takes(function: Any, name: str, arguments: Sequence[str], *, where: st
         ) from None
 
 
+def lacks_values(error: BaseException) -> bool:
+    """Whether a trace failed since something depends on the values of tensors."""
+    return any(word in f"{type(error).__name__} {error}" for word in (*_DATA_DEPENDENT, *_NO_VALUE))
+
+
 def trace_failure(name: str, error: BaseException, model: Any) -> str:
     """Why `torch.export` could not follow the model or its loss: file and line, what was found, and the ways out."""
     where = users_place(error) + module_place(error, model)
-    is_loss = any(frame.name == LOSS_CALL for frame in traceback.extract_tb(error.__traceback__))
+    is_loss = _passed(error, LOSS_CALL)
     failed = "loss_fn fails" if is_loss else "torch.export cannot trace the model"
     found = what_failed(error)
     if is_loss and any(word in str(error) for word in _NO_VALUE):
@@ -190,7 +195,14 @@ def trace_failure(name: str, error: BaseException, model: Any) -> str:
             "return targets as floats, .float(), from make_batch and the dataset; or take a loss of classes, which"
             " are integers with one dim less than the outputs, such as F.cross_entropy"
         )
-    elif any(word in f"{type(error).__name__} {error}" for word in (*_DATA_DEPENDENT, *_NO_VALUE)):
+    elif _passed(error, "_detect_is_causal_mask"):
+        expected = "a mask that follows from constants and buffers, or a call that says what mask it is"
+        fix = (
+            "pass is_causal=True beside a causal mask, and False beside any other: self.encoder(x, mask=mask,"
+            " is_causal=True); for decoders and nn.Transformer, tgt_is_causal; a mask that __init__ makes belongs in"
+            " a buffer (self.register_buffer)"
+        )
+    elif lacks_values(error):
         expected = "a forward whose operators do not depend on the values of tensors"
         fix = (
             "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
@@ -243,6 +255,11 @@ def trace_failure(name: str, error: BaseException, model: Any) -> str:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
     return f"{name}: {failed}{where}\n  found: {found}\n  expected: {expected}\n  fix: {fix}"
+
+
+def _passed(error: BaseException, function: str) -> bool:
+    """Whether an error came through a function of this name."""
+    return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _dtype_found(match: re.Match[str]) -> str:
