@@ -146,7 +146,8 @@ def _outputs(trace: Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], 
     output = next(node for node in trace.program.graph.nodes if node.op == "output")
     nodes = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
     written = signature.buffers_to_mutate
-    returned = [names[node] for node in nodes if node.name not in written]
+    effects = {*written, *signature.user_inputs_to_mutate}
+    returned = [names[node] for node in nodes if node.name not in effects]
     buffers = {names[node]: written[node.name].removeprefix("model.") for node in nodes if node.name in written}
     return returned, buffers
 

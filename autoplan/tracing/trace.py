@@ -35,8 +35,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
-from autoplan.graph import DTYPE_BYTES, IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
-from autoplan.tracing.batches import as_given, check_samples, plain
+from autoplan.graph import DTYPE_BYTES, IN_PLACE, OWN_GRADIENTS, REPLACED, WRITES_BATCH, OpGraph
+from autoplan.tracing.batches import as_given, check_samples, check_written, plain
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.host_reads import waiting_place
@@ -267,8 +267,13 @@ def _trace_once(source: ModelSource, batch_size: int, answers: Answers) -> Trace
             raise
         except USERS_ERRORS as error:
             raise TraceError(trace_failure(source.where, error, model)) from error
-    written = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
-    refuse_written(source.where, [str(name).removeprefix("model.") for name in written])
+    signature = program.graph_signature
+    parameters = [spec.target for spec in signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
+    refuse_written(source.where, [str(name).removeprefix("model.") for name in parameters])
+    if signature.user_inputs_to_mutate:
+        written = [signature.user_inputs.index(name) for name in signature.user_inputs_to_mutate.values()]
+        check_written(as_given(_made_batch(source, batch_size)), written, where=source.where)
+        dissolved.add(WRITES_BATCH)
     _refuse_freezing(source.where, dissolved)
     _refuse_replaced(source.where, dissolved)
     check_operands(program, where=source.where, run=lambda: _run_again(source, batch_size, answers))

@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scalars": ("../tests/distributed/scalars.py", {}),
     "numbered": ("../tests/distributed/numbered.py", {}),
     "in_place": ("../tests/distributed/in_place.py", {}),
+    "writes_batch": ("../tests/distributed/writes_batch.py", {}),
     "crossing": ("../tests/distributed/crossing.py", {"width": 16, "depth": 6}),
     "siamese": ("../tests/distributed/siamese.py", {}),
     "torch_transformer": ("../tests/distributed/torch_transformer.py", {}),
