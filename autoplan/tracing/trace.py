@@ -47,6 +47,7 @@ from autoplan.tracing.model_building import build_users_model
 from autoplan.tracing.operand_dtypes import check_operands
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
+from autoplan.tracing.refused_writes import refuse_what_autograd_refuses, writes_numbers
 from autoplan.tracing.returned_loss import check_returned
 from autoplan.tracing.second_run import like_an_export, record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
@@ -257,7 +258,7 @@ def _trace_once(source: ModelSource, batch_size: int, answers: Answers) -> Trace
         try:
             with watch_dissolved(model) as dissolved, ValuesAsOperators(), Answering(answers):
                 program = torch.export.export(_WithLoss(model, source), batch, strict=False)
-            is_decomposed = _needs_functionalization(program)
+            writes, is_decomposed = writes_numbers(program.graph), _needs_functionalization(program)
             if is_decomposed:
                 dissolved |= {IN_PLACE} if writes_across_blocks(program) else set()
                 keep_no_grad(program)
@@ -267,6 +268,8 @@ def _trace_once(source: ModelSource, batch_size: int, answers: Answers) -> Trace
             raise
         except USERS_ERRORS as error:
             raise TraceError(trace_failure(source.where, error, model)) from error
+    if writes and batch_size == BATCH_A:
+        _refuse_writes(source, batch_size, answers)
     signature = program.graph_signature
     parameters = [spec.target for spec in signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
     refuse_written(source.where, [str(name).removeprefix("model.") for name in parameters])
@@ -291,6 +294,18 @@ def refuse_written(where: str, names: Sequence[str]) -> None:
             "  fix: keep weights that forward updates, such as a moving average, in buffers (self.register_buffer),"
             " which a module may have in place of parameters"
         )
+
+
+def _refuse_writes(source: ModelSource, batch_size: int, answers: Answers) -> None:
+    """Raises TraceError where autograd would refuse what the model writes in place."""
+    model, batch = _build_model(source), meta_batch(source, batch_size)
+
+    def loss() -> Any:
+        return pytree.tree_leaves(_WithLoss(model, source)(*batch)[0])[0]
+
+    with _quiet(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
+        parameters = [own for own in model.parameters() if own.requires_grad]
+        refuse_what_autograd_refuses(loss, parameters, where=source.where)
 
 
 def _refuse_freezing(where: str, dissolved: set[str]) -> None:
