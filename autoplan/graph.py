@@ -28,6 +28,7 @@ MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
 PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padded_head` computes it
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 IN_PLACE = "in-place write"  # of `OpGraph.dissolved`: across the borders of blocks
+WRITES_BATCH = "write into the batch"  # of `OpGraph.dissolved`: in place, into inputs or targets
 OWN_GRADIENTS = frozenset({"autograd.Function", "gradient hook"})  # of `OpGraph.dissolved`: the user's own gradients
 WHOLE_OPTIMIZER = "whole-tensor optimizer"  # of `OpGraph.dissolved`: it computes with whole tensors
 REPLACED = "functional_call"  # of `OpGraph.dissolved`: modules run with other weights than their own
@@ -219,7 +220,7 @@ class OpGraph:
         model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
         loss: the name of the scalar that is minimized.
         dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`,
-            `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `WHOLE_OPTIMIZER`.
+            `WRITES_BATCH`, `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `WHOLE_OPTIMIZER`.
         optimizer_failure: `ERROR at FILE:LINE: TEXT` with which a trial of the user's optimizer failed; "" it did not.
         waits_at: `FILE:LINE: TEXT` where the user's own forward waits for the device; "" nowhere, as far as known.
     """

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoplan.errors import InputError
 
@@ -17,29 +17,19 @@ USERS_ERRORS = (Exception, SystemExit)  # what the user's code may raise; sys.ex
 LOSS_CALL = "_loss_of"  # the function of ours that calls the user's loss_fn
 _LIBRARIES = f"site-packages{os.sep}"
 _NOT_THE_USERS = ("site-packages", "/lib/python", str(Path(__file__).parent) + os.sep)
-_DATA_DEPENDENT = (
-    "DataDependent",
-    "DynamicOutputShape",
-    "data-dependent",
-    "unbacked",
-    "aten._local_scalar_dense",
-)
 _NO_VALUE = (
-    "Could not guard",
-    "Could not extract",
-    ".numpy() is not supported for tensor subclasses",
-    "unsupported format string passed to FakeTensor",
+    r"Could not guard|Could not extract|\.numpy\(\) is not supported for tensor subclasses"
+    r"|unsupported format string passed to FakeTensor"
 )
-_WANTS_INTEGERS = re.compile(
+_DATA_DEPENDENT = rf"{_NO_VALUE}|DataDependent|DynamicOutputShape|data-dependent|unbacked|aten\._local_scalar_dense"
+_WANTS_INTEGERS = (
     r"Expected dtype int32/int64 for index, but got torch\.(\w+)|scalar types: Long, Int; but got torch\.(\w+)"
     r"|IndexTensor|tensors used as indices must be"
 )
-_WANTS_FLOATS = re.compile(
+_WANTS_FLOATS = (
     r"could not infer output dtype\. .*Got: torch\.(\w+)|Integral inputs not supported|Expected floating point type for"
 )
-_NO_PYTREE = "in output, which is not a known type"
-_FAKE_CONSTANT = "We found a fake tensor in the exported program constant's list"
-_OTHER_DEVICE = re.compile(r"\bmeta\b.*\bcpu\b|\bcpu\b.*\bmeta\b", re.DOTALL)
+_OTHER_DEVICE = r"(?s)\bmeta\b.*\bcpu\b|\bcpu\b.*\bmeta\b"
 
 
 FUNCTION_TRANSFORMS_FIX = (
@@ -163,89 +153,155 @@ def check_takes(function: Any, name: str, arguments: Sequence[str], *, where: st
         ) from None
 
 
+class _Failure(NamedTuple):
+    """One way in which a trace fails, and what to tell of it.
+
+    Attributes:
+        says: what is found in the type and the message of the error.
+        through: a function that the error came through; "" for any.
+        found: what was found, of {dtype} if a dtype was; "" for the error itself.
+    """
+
+    says: str
+    expected: str
+    fix: str
+    through: str = ""
+    found: str = ""
+
+
+# The first that fits is told; the last fits every error.
+_FAILURES = (
+    _Failure(
+        _NO_VALUE,
+        "a loss_fn of tensor operations, which can be split over devices",
+        "leave out .item(), float(), int() and f-strings: keep tensors (loss.detach(), torch.clamp, torch.where),"
+        " and log outside of loss_fn; or use --module-level, which plans without tensor and pipeline parallelism",
+        through=LOSS_CALL,
+        found="a Python number, text or branch that is made of the values of a tensor",
+    ),
+    _Failure(
+        _WANTS_INTEGERS,
+        "integers of torch.long as the targets of this loss",
+        "write .long() in that line, or return targets so from make_batch and the dataset; or take a loss of"
+        " floating-point targets, such as F.mse_loss",
+        through=LOSS_CALL,
+        found="{dtype} where torch.long is needed, as for classes or indices",
+    ),
+    _Failure(
+        _WANTS_INTEGERS,
+        "integers of torch.long",
+        "write .long() in that line, or return it so from make_batch and the dataset",
+        found="{dtype} where torch.long is needed, as for classes or indices",
+    ),
+    _Failure(
+        _WANTS_FLOATS,
+        "floating-point targets of this loss",
+        "return targets as floats, .float(), from make_batch and the dataset; or take a loss of classes, which"
+        " are integers with one dim less than the outputs, such as F.cross_entropy",
+        through=LOSS_CALL,
+        found="{dtype} where floating-point numbers are needed",
+    ),
+    _Failure(
+        _DATA_DEPENDENT,
+        "a mask that follows from constants and buffers, or a call that says what mask it is",
+        "pass is_causal=True beside a causal mask, and False beside any other: self.encoder(x, mask=mask,"
+        " is_causal=True); for decoders and nn.Transformer, tgt_is_causal; a mask that __init__ makes belongs in"
+        " a buffer (self.register_buffer)",
+        through="_detect_is_causal_mask",
+    ),
+    _Failure(
+        _DATA_DEPENDENT,
+        "a forward whose operators do not depend on the values of tensors",
+        "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
+        " or use --module-level, which plans without tensor and pipeline parallelism",
+    ),
+    _Failure(
+        r"^SystemExit\b",
+        "a forward and a loss_fn that return",
+        "raise an error in place of sys.exit, and mend its cause",
+    ),
+    _Failure(
+        _OTHER_DEVICE,
+        "a loss_fn that makes its tensors where the outputs are: models are traced on the meta device",
+        "make it in loss_fn, by torch.tensor([...], device=outputs.device); one of many numbers belongs in a buffer"
+        " of a model that returns its loss",
+        through=LOSS_CALL,
+    ),
+    _Failure(
+        r"(?i)bfloat16",
+        "a loss_fn that runs in bfloat16, in which models are traced whatever the precision of the plan",
+        "cast to float32 in loss_fn: outputs.float(), and targets that are not integers likewise",
+        through=LOSS_CALL,
+    ),
+    _Failure(
+        "",
+        "a loss_fn that takes what the model returns for the batch of make_batch, and its targets",
+        "call loss_fn on the outputs for one batch yourself, outside of autoplan, and mend what fails there",
+        through=LOSS_CALL,
+    ),
+    _Failure(
+        "We found a fake tensor in the exported program constant's list",
+        "a forward that takes no gradients (torch.autograd.grad) and neither reads nor writes .data",
+        "write .detach() for .data; gradients taken in forward cannot be traced: use --module-level, which runs"
+        " forward as it is, without tensor and pipeline parallelism",
+    ),
+    _Failure(
+        r"(?s)^AttributeError\b.*has no attribute 'constant'",
+        "a forward without torch.func.grad, vmap and their like around modules",
+        FUNCTION_TRANSFORMS_FIX,
+    ),
+    _Failure(
+        "in output, which is not a known type",
+        "a model that returns tensors, alone or in tuples, lists, dicts or dataclasses that torch knows",
+        "return only what the loss reads; a Hugging Face model returns no cache with use_cache=False in its config;"
+        " or register the class by torch.utils._pytree.register_pytree_node",
+    ),
+    _Failure(
+        _OTHER_DEVICE,
+        "a forward that makes its tensors where its input is: models are traced on the meta device",
+        "make this tensor with device=x.device, or register it in __init__ by self.register_buffer(...);"
+        " or use --module-level, which runs the model on the CPU",
+    ),
+    _Failure(
+        r"(?i)bfloat16",
+        "a forward that runs in bfloat16, in which models are traced whatever the precision of the plan",
+        "cast to float32 around this operator: operator(x.float()).to(x.dtype); or where only some operands are in"
+        " float32, such as masks that forward makes, make those with dtype=x.dtype",
+    ),
+    _Failure(
+        r"(?s)^TypeError\b.*forward\(\) .*argument",
+        "a forward that takes the inputs of make_batch: model(**inputs) of a dict, model(*inputs) of a tuple",
+        "give forward an argument for each key or item, or return the inputs from make_batch as it takes them",
+    ),
+    _Failure(
+        "",
+        "a forward that runs on the batch of make_batch",
+        "call the model on one batch yourself, outside of autoplan, and mend what fails there",
+    ),
+)
+
+
+def lacks_values(error: BaseException) -> bool:
+    """Whether a trace failed since something depends on the values of tensors."""
+    return re.search(_DATA_DEPENDENT, _said(error)) is not None
+
+
 def trace_failure(name: str, error: BaseException, model: Any) -> str:
     """Why `torch.export` could not follow the model or its loss: file and line, what was found, and the ways out."""
+    passed = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    told = next(row for row in _FAILURES if row.through in {"", *passed} and re.search(row.says, _said(error)))
+    found = told.found.format(dtype=_dtype_found(told, error)) or what_failed(error)
+    failed = "loss_fn fails" if LOSS_CALL in passed else "torch.export cannot trace the model"
     where = users_place(error) + module_place(error, model)
-    is_loss = any(frame.name == LOSS_CALL for frame in traceback.extract_tb(error.__traceback__))
-    failed = "loss_fn fails" if is_loss else "torch.export cannot trace the model"
-    found = what_failed(error)
-    if is_loss and any(word in str(error) for word in _NO_VALUE):
-        found = "a Python number, text or branch that is made of the values of a tensor"
-        expected = "a loss_fn of tensor operations, which can be split over devices"
-        fix = (
-            "leave out .item(), float(), int() and f-strings: keep tensors (loss.detach(), torch.clamp, torch.where),"
-            " and log outside of loss_fn; or use --module-level, which plans without tensor and pipeline parallelism"
-        )
-    elif wanted := _WANTS_INTEGERS.search(str(error)):
-        found = f"{_dtype_found(wanted)} where torch.long is needed, as for classes or indices"
-        expected = "integers of torch.long" + (" as the targets of this loss" if is_loss else "")
-        fix = (
-            f"write .long() in that line, or return {'targets' if is_loss else 'it'} so from make_batch and the dataset"
-        )
-        fix += "; or take a loss of floating-point targets, such as F.mse_loss" if is_loss else ""
-    elif is_loss and (wanted := _WANTS_FLOATS.search(str(error))):
-        found = f"{_dtype_found(wanted)} where floating-point numbers are needed"
-        expected = "floating-point targets of this loss"
-        fix = (
-            "return targets as floats, .float(), from make_batch and the dataset; or take a loss of classes, which"
-            " are integers with one dim less than the outputs, such as F.cross_entropy"
-        )
-    elif any(word in f"{type(error).__name__} {error}" for word in (*_DATA_DEPENDENT, *_NO_VALUE)):
-        expected = "a forward whose operators do not depend on the values of tensors"
-        fix = (
-            "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
-            " or use --module-level, which plans without tensor and pipeline parallelism"
-        )
-    elif isinstance(error, SystemExit):
-        expected, fix = "a forward and a loss_fn that return", "raise an error in place of sys.exit, and mend its cause"
-    elif is_loss and _OTHER_DEVICE.search(str(error)):
-        expected = "a loss_fn that makes its tensors where the outputs are: models are traced on the meta device"
-        fix = (
-            "make it in loss_fn, by torch.tensor([...], device=outputs.device); one of many numbers belongs in a buffer"
-            " of a model that returns its loss"
-        )
-    elif is_loss and "bfloat16" in str(error).lower():
-        expected = "a loss_fn that runs in bfloat16, in which models are traced whatever the precision of the plan"
-        fix = "cast to float32 in loss_fn: outputs.float(), and targets that are not integers likewise"
-    elif is_loss:
-        expected = "a loss_fn that takes what the model returns for the batch of make_batch, and its targets"
-        fix = "call loss_fn on the outputs for one batch yourself, outside of autoplan, and mend what fails there"
-    elif _FAKE_CONSTANT in str(error):
-        expected = "a forward that takes no gradients (torch.autograd.grad) and neither reads nor writes .data"
-        fix = (
-            "write .detach() for .data; gradients taken in forward cannot be traced: use --module-level, which runs"
-            " forward as it is, without tensor and pipeline parallelism"
-        )
-    elif isinstance(error, AttributeError) and "has no attribute 'constant'" in str(error):
-        expected, fix = "a forward without torch.func.grad, vmap and their like around modules", FUNCTION_TRANSFORMS_FIX
-    elif _NO_PYTREE in str(error):
-        expected = "a model that returns tensors, alone or in tuples, lists, dicts or dataclasses that torch knows"
-        fix = (
-            "return only what the loss reads; a Hugging Face model returns no cache with use_cache=False in its config;"
-            " or register the class by torch.utils._pytree.register_pytree_node"
-        )
-    elif _OTHER_DEVICE.search(str(error)):
-        expected = "a forward that makes its tensors where its input is: models are traced on the meta device"
-        fix = (
-            "make this tensor with device=x.device, or register it in __init__ by self.register_buffer(...);"
-            " or use --module-level, which runs the model on the CPU"
-        )
-    elif "bfloat16" in str(error).lower():
-        expected = "a forward that runs in bfloat16, in which models are traced whatever the precision of the plan"
-        fix = (
-            "cast to float32 around this operator: operator(x.float()).to(x.dtype); or where only some operands are in"
-            " float32, such as masks that forward makes, make those with dtype=x.dtype"
-        )
-    elif isinstance(error, TypeError) and "forward() " in str(error) and "argument" in str(error):
-        expected = "a forward that takes the inputs of make_batch: model(**inputs) of a dict, model(*inputs) of a tuple"
-        fix = "give forward an argument for each key or item, or return the inputs from make_batch as it takes them"
-    else:
-        expected = "a forward that runs on the batch of make_batch"
-        fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
-    return f"{name}: {failed}{where}\n  found: {found}\n  expected: {expected}\n  fix: {fix}"
+    return f"{name}: {failed}{where}\n  found: {found}\n  expected: {told.expected}\n  fix: {told.fix}"
 
 
-def _dtype_found(match: re.Match[str]) -> str:
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__} {error}"
+
+
+def _dtype_found(told: _Failure, error: BaseException) -> str:
     """`int64`; models are traced in bfloat16, which the user's floating-point numbers became."""
-    found = next(filter(None, match.groups()), "another dtype")
+    match = re.search(told.says, _said(error))
+    found = next(filter(None, match.groups() if match else ()), "another dtype")
     return "floating-point numbers" if found == "bfloat16" else found

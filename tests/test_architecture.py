@@ -25,7 +25,16 @@ TORCH_PLACES = (
     *(f"autoplan/tracing/{name}.py" for name in ("batches", "operand_dtypes", "places", "same_operators")),
     *(
         f"autoplan/tracing/{name}.py"
-        for name in ("second_run", "shapes_by_values", "trace", "host_reads", "whole_dropout", "written_slices")
+        for name in (
+            "known_branches",
+            "refused_writes",
+            "second_run",
+            "shapes_by_values",
+            "trace",
+            "host_reads",
+            "whole_dropout",
+            "written_slices",
+        )
     ),
     "autoplan/measuring_program/",
     *(f"autoplan/measure_hardware/{name}.py" for name in ("measure", "device", "links")),

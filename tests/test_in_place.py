@@ -12,8 +12,12 @@ from test_runtime_zero import CollectiveOrder
 from torch import nn
 
 from autoplan.codegen import config_values
+from autoplan.errors import TraceError
+from autoplan.graph import WRITES_BATCH
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
 from autoplan.runtime.recompute import apply_recompute
+from autoplan.tracing.module_level import trace_modules
+from autoplan.tracing.trace import ModelSource, trace_model
 
 TOLERANCE = 1e-9
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))
@@ -47,6 +51,52 @@ def test_writes_across_blocks_give_what_one_process_gives_and_hold_up_no_reducti
         # 4 blocks and the rest are gathered forward; backward a block is gathered ahead of the reduction of the last
         short = "".join({"_allgather_base_": "g", "_reduce_scatter_base_": "r"}.get(name, "") for name in order)
         assert short == "ggggg" + "gg" + "rg" * 2 + "rrr"
+
+
+SPLIT = {
+    "tp": {"tp": 2, "sharding": "R", "n_micro_batches": 2, "micro_batch_size": 2},
+    "pp": {"pp": 2, "n_micro_batches": 2, "micro_batch_size": 2},
+}
+
+
+def test_writes_into_the_batch_change_neither_other_micro_batches_nor_what_one_process_gets(tmp_path):
+    plans = {name: PLANS[name] for name in ("ddp", "zero3_recompute")} | SPLIT
+    cases = {name: ("writes_batch", make_plan("writes_batch", **plan)) for name, plan in plans.items()}
+    rows = write_programs(tmp_path, cases)
+    for differences in run_ranks(check_programs, 2, str(tmp_path), rows, timeout_s=200.0):
+        for name, steps in differences.items():
+            assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
+
+
+class _Doubles(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+def _doubling(make_batch):
+    return ModelSource("toy", "toy.py", lambda: _Doubles(4, 4), make_batch, lambda y, t: (y - t).square().mean())
+
+
+def _same_twice(batch_size):
+    x = torch.randn(batch_size, 4)
+    return x, x
+
+
+def _parts_of_one(batch_size):
+    x = torch.randn(batch_size, 8)
+    return x[:, :4], x[:, 4:]
+
+
+def test_a_write_into_the_batch_that_changes_another_tensor_of_it_is_refused():
+    with pytest.raises(TraceError, match=r"inputs is written, and shares memory with targets(?s:.*)\.clone\(\)"):
+        trace_model(_doubling(_same_twice))
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_a_write_into_the_batch_is_known_of_and_is_no_output(trace):
+    graph = trace(_doubling(_parts_of_one))
+    assert graph.dissolved == (WRITES_BATCH,)
+    assert graph.model_outputs == ("linear",) or graph.is_module_level
 
 
 class _AddsOne(nn.Module):

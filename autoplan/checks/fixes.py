@@ -8,7 +8,7 @@ from autoplan.analysis.chunked_loss import why_whole
 from autoplan.analysis.semantics import OWN_GRADIENTS_FIX, check_batch_norm, check_loss_average, own_gradients
 from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.errors import UsageError
-from autoplan.graph import OpGraph
+from autoplan.graph import WRITES_BATCH, OpGraph
 from autoplan.options import Options
 
 
@@ -81,7 +81,7 @@ def _refuse(option: str, why: str, *, expected: str, fix: str) -> None:
 
 def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
     """Refuse to fix what a model without blocks cannot do."""
-    if recompute in ("full", "selective") and graph.is_module_level and graph.dissolved:
+    if recompute in ("full", "selective") and graph.is_module_level and set(graph.dissolved) - {WRITES_BATCH}:
         raise UsageError.of(
             f"--fix recompute={recompute}",
             found="a forward that freezes parameters or calls modules by torch.func.functional_call",

@@ -31,7 +31,7 @@ from autoplan.analysis.head_group import head_group
 from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
-from autoplan.graph import IN_PLACE, PADDED_LINEAR, OpGraph, computes_in_float32, is_convolution
+from autoplan.graph import IN_PLACE, PADDED_LINEAR, WRITES_BATCH, OpGraph, computes_in_float32, is_convolution
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Execution, Plan, StagePlan
 from autoplan.rules import OpRule
@@ -115,6 +115,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         **_head_values(graph, plan),
         **_compression_values(plan),
         **({"writes_in_place": True} if IN_PLACE in graph.dissolved and not mesh.needs_generated_model else {}),
+        **({"writes_batch": True} if WRITES_BATCH in graph.dissolved else {}),
         **_buffer_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),

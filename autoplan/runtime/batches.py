@@ -50,6 +50,11 @@ def _with_items(value: Any, function: Callable[[Any], Any]) -> Any:
     return value
 
 
+def for_users_code(value: Any, config: Config) -> Any:
+    """What the user's code is given of a batch: a copy, where it writes into that; micro-batches are parts of one."""
+    return map_tensors(torch.clone, value) if config.writes_batch else value
+
+
 def tensors_in_place(value: Any) -> Any:
     """`value` with tensors in place of NumPy's arrays of numbers."""
     numpy = sys.modules.get("numpy")

@@ -56,6 +56,7 @@ class Config:
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
         head_group: the module behind the blocks that is gathered and reduced by itself, too; "" for none.
         writes_in_place: a block of the user's own writes into its inputs, or others into what it returned.
+        writes_batch: forward or loss_fn writes into what they are given, so they are given copies.
         float32_buffers: names, with `*` for numbers, of buffers that stay in float32 in 16 bits; see `buffers`.
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
         device_bytes: device memory that torch's allocator is expected to take, per pipeline rank, or per share of the
@@ -91,6 +92,7 @@ class Config:
     blocks: tuple[str, ...] = ()
     head_group: str = ""
     writes_in_place: bool = False
+    writes_batch: bool = False
     float32_buffers: tuple[str, ...] = ()
     computes_in_float32: bool = False
     is_module_level: bool = False

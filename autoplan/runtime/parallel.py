@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batches import Batch, flatten_tensors, map_tensors, micro_batches, tensors_at, tensors_in_place
+from .batches import Batch, flatten_tensors, for_users_code, map_tensors, micro_batches, tensors_at, tensors_in_place
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import whole_logits
 from .collectives import all_gather, all_reduce
@@ -377,7 +377,7 @@ class ParallelModel(nn.Module):
 
     def _outputs(self, inputs: Any) -> Any:
         """What the only stage makes of the inputs of one micro-batch."""
-        stage = self.stages[0]
+        stage, inputs = self.stages[0], for_users_code(inputs, self.config)
         return call_model(stage, inputs) if self._parallel_model is None else stage(*inputs)
 
     def _run_pipeline(self, batches: list[Batch]) -> torch.Tensor:
@@ -400,7 +400,7 @@ class ParallelModel(nn.Module):
         finish_weights(stage, zero_stage=self.config.zero_stage, is_last_micro_batch=is_last_micro_batch)
 
     def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
-        loss = self._loss_fn(outputs, targets).to(self.config.parameter_dtype)
+        loss = self._loss_fn(outputs, for_users_code(targets, self.config)).to(self.config.parameter_dtype)
         if self.config.ignored_target is not None:
             loss = weigh(loss, targets, ignored=self.config.ignored_target, mean=self._mean_count)
         return loss if self.loss_scale is None else loss * self.loss_scale.value

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batches import Batch, batch_slice, map_tensors
+from .batches import Batch, batch_slice, for_users_code, map_tensors
 from .config import Config
 from .construction import build_whole_model
 from .learning_rate import LearningRate, build_scheduler_of, step_scheduler
@@ -115,7 +115,7 @@ class PlainTraining:
         for rank, samples in self._micro_batches():
             inputs, targets = map_tensors(self._to_device, batch_slice(batch, samples.start, samples.stop))
             with nullcontext() if rank == dp_rank else unchanged_buffers(self.model):
-                loss = self._loss(call_model(self.model, inputs), targets, size=len(samples))
+                loss = self._loss(self._outputs(inputs), targets, size=len(samples))
                 yield loss / (n_samples / len(samples))
 
     def _micro_batches(self) -> Iterator[tuple[int, range]]:
@@ -131,7 +131,7 @@ class PlainTraining:
             starts = [config.samples_of(rank).start + index * size for rank in range(config.dp)]
             samples = torch.cat([torch.arange(start, start + size) for start in starts])
             inputs, targets = map_tensors(self._to_device, map_tensors(itemgetter(samples), batch))
-            outputs = call_model(self.model, inputs)
+            outputs = self._outputs(inputs)
             parts = range(config.dp) if self._loss_fn is not None else ()
             losses = [self._loss(*self._part((outputs, targets), rank), size=size) for rank in parts]
             loss = torch.stack(losses).mean() if losses else self._loss(outputs, targets, size=size * config.dp)
@@ -144,9 +144,12 @@ class PlainTraining:
         outputs, targets = map_tensors(lambda t: t[own] if t.dim() and t.shape[0] == n_samples else t, joint)
         return outputs, targets
 
+    def _outputs(self, inputs: Any) -> Any:
+        return call_model(self.model, for_users_code(inputs, self._config))
+
     def _loss(self, outputs: Any, targets: Any, *, size: int) -> torch.Tensor:
         """Of a micro-batch of this size, weighted where some targets do not count."""
-        loss = loss_of(self._loss_fn, outputs, targets)
+        loss = loss_of(self._loss_fn, outputs, for_users_code(targets, self._config))
         if self._config.ignored_target is None:
             return loss
         mean = self._count_of_sample * size

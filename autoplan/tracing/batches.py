@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, TraceError
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B
 
 
@@ -122,3 +122,38 @@ def _text(value: Any, *, is_text: bool) -> str:
     if hasattr(value, "dtype"):
         return f"an array of {value.dtype}"
     return f"a {type(value).__name__} of {'text' if is_text else 'numbers or objects'}"
+
+
+def check_written(batch: tuple[Any, Any], written: Sequence[int], *, where: str) -> None:
+    """Return when no other tensor of a batch changes with those that are written in place: the graph has each alone.
+
+    `written` are positions among the leaves of the batch.
+
+    Raises: TraceError naming tensors that share memory.
+    """
+    leaves = pytree.tree_flatten_with_path(batch)[0]
+    for path, own in (leaves[index] for index in written):
+        others = [_role(other_path) for other_path, other in leaves if other_path != path and _overlap(own, other)]
+        if others:
+            raise TraceError(
+                f"{where}: a tensor of the batch is written in place, and another one changes with it\n"
+                f"  found: {_role(path)} is written, and shares memory with {' and '.join(others)}\n"
+                "  expected: memory of its own for what is written\n"
+                "  fix: make a new tensor (x = x - 0.5, torch.where), or write .clone() in make_batch and the dataset"
+            )
+
+
+def _overlap(own: torch.Tensor, other: Any) -> bool:
+    """Whether an element of one is an element of the other."""
+    if not isinstance(other, torch.Tensor) or own.dtype != other.dtype:
+        return False
+    if own.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    places = torch.arange(own.untyped_storage().nbytes() // own.itemsize)
+    of_own, of_other = (places.as_strided(x.size(), x.stride(), x.storage_offset()).flatten() for x in (own, other))
+    return bool(torch.isin(of_own, of_other).any())
+
+
+def _role(path: tuple[Any, ...]) -> str:
+    """`inputs['ids']`."""
+    return ("inputs", "targets")[path[0].idx] + pytree.keystr(path[1:])

@@ -40,6 +40,7 @@ from autoplan.graph import (
     MODULE_OTHER,
     MODULE_PRODUCTS,
     REPLACED,
+    WRITES_BATCH,
     Extent,
     Input,
     Op,
@@ -208,7 +209,11 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     refuse_written(source.where, [name for name, p in model.named_parameters() if _is_written(p, counter, places)])
     for place, value in ((AFTER, outputs), (LOSS, loss)):
         results[place] = _first_tensor(value, results.get(BEFORE))
-    return _Run(batch, tuple(order), counter.tallies, results, frozenset(dissolved & {FREEZING, REPLACED}))
+    dissolved &= {FREEZING, REPLACED}
+    given = (t.untyped_storage() for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor))
+    if any(storage.data_ptr() in counter.written for storage in given):
+        dissolved.add(WRITES_BATCH)
+    return _Run(batch, tuple(order), counter.tallies, results, frozenset(dissolved))
 
 
 def _is_written(parameter: nn.Parameter, counter: _Counter, places: Mapping[int, int]) -> bool:
@@ -310,7 +315,7 @@ def _graph(source: ModelSource, model: nn.Module, first: _Run, second: _Run, ord
     kept = (*outputs, ops[-1].name)
     segments = split_segments(tuple(ops), inputs=inputs, parameters=parameters, kept=kept, class_names=class_names)
     dissolved = tuple(sorted(first.dissolved | second.dissolved))
-    if dissolved:  # then nothing may be recomputed
+    if set(dissolved) - {WRITES_BATCH}:  # then nothing may be recomputed
         segments = tuple(replace(segment, class_name="") for segment in segments)
     return OpGraph(source.name, inputs, parameters, tuple(ops), segments, outputs, ops[-1].name, dissolved)
 

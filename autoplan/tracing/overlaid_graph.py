@@ -29,6 +29,7 @@ from autoplan.graph import (
 from autoplan.tensor_parallel.expert_rows import with_ends_first
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
+from autoplan.tracing.known_branches import Answers
 from autoplan.tracing.returned_loss import LOSS
 from autoplan.tracing.same_operators import first_difference, live_nodes
 from autoplan.tracing.second_names import first_name
@@ -50,6 +51,7 @@ class Trace:
 
     Attributes:
         is_decomposed: whether `run_decompositions` changed what was exported.
+        answers: what forward decided by the values of constants.
     """
 
     program: torch.export.ExportedProgram
@@ -57,6 +59,7 @@ class Trace:
     batch: tuple[Any, Any]
     dissolved: tuple[str, ...]
     is_decomposed: bool
+    answers: Answers
 
     @property
     def run(self) -> Run:
@@ -143,7 +146,8 @@ def _outputs(trace: Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], 
     output = next(node for node in trace.program.graph.nodes if node.op == "output")
     nodes = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
     written = signature.buffers_to_mutate
-    returned = [names[node] for node in nodes if node.name not in written]
+    effects = {*written, *signature.user_inputs_to_mutate}
+    returned = [names[node] for node in nodes if node.name not in effects]
     buffers = {names[node]: written[node.name].removeprefix("model.") for node in nodes if node.name in written}
     return returned, buffers
 

@@ -52,7 +52,7 @@ def _recorded(module: nn.Module, batch: tuple[Any, ...], like: Trace) -> torch.f
         if isinstance(value, torch.Tensor):
             nodes[value] = node
     recorder = _Recorder(graph, nodes, decomposes=like.is_decomposed)
-    with torch.inference_mode(), _like_an_export(), recorder:
+    with torch.inference_mode(), like_an_export(), recorder:
         outputs = module(*batch)
     graph.output(tuple(nodes[leaf] for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)))
     return graph
@@ -73,8 +73,8 @@ def _placeholders(
 
 
 @contextlib.contextmanager
-def _like_an_export() -> Iterator[None]:
-    """What a model may ask about is as it is while it is exported."""
+def like_an_export() -> Iterator[None]:
+    """Inside, what a model may ask about is as it is while it is exported."""
     flags: Any = torch.compiler
     saved = flags._is_compiling_flag, flags._is_exporting_flag
     flags._is_compiling_flag = flags._is_exporting_flag = True

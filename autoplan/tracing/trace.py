@@ -10,7 +10,7 @@ The first is exported. The second is recorded while it runs (`second_run`), in a
 where the record is not the same graph. So the graph is exact for every batch size, and what depends on the batch in
 another way is found and refused instead of guessed. Whatever is bfloat16 becomes the compute precision; a forward that
 branches on its dtype (T5 does) is planned as it runs in bfloat16. Attention masks that say nothing are left out
-(`constant_masks`).
+(`constant_masks`), and branches on the values of constants are answered (`known_branches`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
-from autoplan.graph import DTYPE_BYTES, IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
-from autoplan.tracing.batches import as_given, check_samples, plain
+from autoplan.graph import DTYPE_BYTES, IN_PLACE, OWN_GRADIENTS, REPLACED, WRITES_BATCH, OpGraph
+from autoplan.tracing.batches import as_given, check_samples, check_written, plain
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.host_reads import waiting_place
 from autoplan.tracing.in_place_writes import writes_across_blocks
+from autoplan.tracing.known_branches import Answering, Answers, find_answers, known_buffers
 from autoplan.tracing.local_modules import check_model_file, search_beside
 from autoplan.tracing.model_building import build_users_model
 from autoplan.tracing.operand_dtypes import check_operands
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
+from autoplan.tracing.refused_writes import refuse_what_autograd_refuses, writes_numbers
 from autoplan.tracing.returned_loss import check_returned
-from autoplan.tracing.second_run import record_run
+from autoplan.tracing.second_run import like_an_export, record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
-from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, made_batch, trace_failure
+from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, lacks_values, made_batch, trace_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class ModelSource:
         loss_fn: None when the model returns its loss.
         has_overrides: whether build_model is given --set values.
         build_optimizer: the user's own, if any: parameters -> optimizer.
+        buffers: of a module that has values, those of its buffers.
     """
 
     name: str
@@ -73,6 +76,7 @@ class ModelSource:
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     has_overrides: bool = False
     build_optimizer: Callable[[Any], Any] | None = None
+    buffers: Callable[[], dict[str, torch.Tensor]] | None = None
 
 
 def load_model_file(path: Path) -> ModuleType:
@@ -140,6 +144,7 @@ def module_source(
         build_model=lambda: copy.deepcopy(module, dict(memo)),
         make_batch=make_batch,
         loss_fn=loss_fn,
+        buffers=lambda: {name: own.cpu() for name, own in module.named_buffers() if not own.is_meta},
     )
 
 
@@ -153,7 +158,7 @@ def trace_model(source: ModelSource) -> OpGraph:
     try:
         graph = overlay(source, first, second)
     except NumbersDiffer as error:
-        place = calling_place(error.node, lambda: _run_again(source, BATCH_A))
+        place = calling_place(error.node, lambda: _run_again(source, BATCH_A, first.answers))
         raise TraceError(f"{source.where}: an operator depends on {error.cause}{place}\n  found: {error}") from error
     with _quiet():
         waits_at = waiting_place(lambda: call_model(first.model, first.batch[0]))
@@ -163,7 +168,8 @@ def trace_model(source: ModelSource) -> OpGraph:
 def _second_run(source: ModelSource, first: Trace) -> Run | None:
     """The other batch size as a recorded run; None where only an export can tell what it is."""
     model, batch = _build_model(source), meta_batch(source, BATCH_B)
-    with _quiet(), shapes_without_values(), ValuesAsOperators():
+    answers = _answers(source, BATCH_B) if first.answers else {}
+    with _quiet(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
         graph = record_run(_WithLoss(model, source), batch, like=first)
     return Run(graph, model, batch) if graph is not None else None
 
@@ -235,13 +241,24 @@ def in_traced_dtype(model: nn.Module) -> nn.Module:
 
 
 def _trace(source: ModelSource, batch_size: int) -> Trace:
+    """A trace; where one lacks values to decide by, another with the answers that follow from constants."""
+    try:
+        return _trace_once(source, batch_size, {})
+    except TraceError as error:
+        answers = _answers(source, batch_size) if error.__cause__ and lacks_values(error.__cause__) else {}
+        if not answers:
+            raise
+    return _trace_once(source, batch_size, answers)
+
+
+def _trace_once(source: ModelSource, batch_size: int, answers: Answers) -> Trace:
     model, batch = _build_model(source), meta_batch(source, batch_size)  # in this order, as programs call them
     check_samples(functools.partial(meta_batch, source), where=source.where)
     with _quiet(), shapes_without_values():
         try:
-            with watch_dissolved(model) as dissolved, ValuesAsOperators():
+            with watch_dissolved(model) as dissolved, ValuesAsOperators(), Answering(answers):
                 program = torch.export.export(_WithLoss(model, source), batch, strict=False)
-            is_decomposed = _needs_functionalization(program)
+            writes, is_decomposed = writes_numbers(program.graph), _needs_functionalization(program)
             if is_decomposed:
                 dissolved |= {IN_PLACE} if writes_across_blocks(program) else set()
                 keep_no_grad(program)
@@ -251,14 +268,21 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
             raise
         except USERS_ERRORS as error:
             raise TraceError(trace_failure(source.where, error, model)) from error
-    written = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
-    refuse_written(source.where, [str(name).removeprefix("model.") for name in written])
+    if writes and batch_size == BATCH_A:
+        _refuse_writes(source, batch_size, answers)
+    signature = program.graph_signature
+    parameters = [spec.target for spec in signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
+    refuse_written(source.where, [str(name).removeprefix("model.") for name in parameters])
+    if signature.user_inputs_to_mutate:
+        written = [signature.user_inputs.index(name) for name in signature.user_inputs_to_mutate.values()]
+        check_written(as_given(_made_batch(source, batch_size)), written, where=source.where)
+        dissolved.add(WRITES_BATCH)
     _refuse_freezing(source.where, dissolved)
     _refuse_replaced(source.where, dissolved)
-    check_operands(program, where=source.where, run=lambda: _run_again(source, batch_size))
-    with_values(program, where=source.where, run=lambda: _run_again(source, batch_size))
+    check_operands(program, where=source.where, run=lambda: _run_again(source, batch_size, answers))
+    with_values(program, where=source.where, run=lambda: _run_again(source, batch_size, answers))
     without_copies(program.graph)
-    return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
+    return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed, answers)
 
 
 def refuse_written(where: str, names: Sequence[str]) -> None:
@@ -270,6 +294,18 @@ def refuse_written(where: str, names: Sequence[str]) -> None:
             "  fix: keep weights that forward updates, such as a moving average, in buffers (self.register_buffer),"
             " which a module may have in place of parameters"
         )
+
+
+def _refuse_writes(source: ModelSource, batch_size: int, answers: Answers) -> None:
+    """Raises TraceError where autograd would refuse what the model writes in place."""
+    model, batch = _build_model(source), meta_batch(source, batch_size)
+
+    def loss() -> Any:
+        return pytree.tree_leaves(_WithLoss(model, source)(*batch)[0])[0]
+
+    with _quiet(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
+        parameters = [own for own in model.parameters() if own.requires_grad]
+        refuse_what_autograd_refuses(loss, parameters, where=source.where)
 
 
 def _refuse_freezing(where: str, dissolved: set[str]) -> None:
@@ -295,11 +331,23 @@ def _refuse_replaced(where: str, dissolved: set[str]) -> None:
         )
 
 
-def _run_again(source: ModelSource, batch_size: int) -> None:
+def _run_again(source: ModelSource, batch_size: int, answers: Answers) -> None:
     """Run the model and its loss as a trace does."""
     model, batch = _build_model(source), meta_batch(source, batch_size)
-    with _quiet(), shapes_without_values(), ValuesAsOperators():
+    with _quiet(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
         _WithLoss(model, source)(*batch)
+
+
+def _answers(source: ModelSource, batch_size: int) -> Answers:
+    """What forward decides by constants; nothing where it decides by other values, too, or fails."""
+    with _quiet(), shapes_without_values():
+        try:
+            values = source.buffers() if source.buffers else known_buffers(source.build_model)
+            model, batch = _build_model(source), meta_batch(source, batch_size)
+            with like_an_export():
+                return find_answers(lambda: _WithLoss(model, source)(*batch), model, values)
+        except USERS_ERRORS:  # the trace that comes before or after says what there is to say
+            return {}
 
 
 def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
