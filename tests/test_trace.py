@@ -1,19 +1,18 @@
 """torch.export -> OpGraph: exact for every batch and precision, folded, and clear about what it cannot follow."""
 
-import re
 import subprocess
 import sys
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from model_texts import EXAMPLES, LOSS, MAKE_BATCH, model_text, trace_example, write
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import InputError, TraceError, UsageError
+from autoplan.errors import InputError, TraceError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
 from autoplan.runtime.construction import build_whole_model
 from autoplan.runtime.known_values import KnownValues, build_on_meta
@@ -21,12 +20,6 @@ from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.overlaid_graph import input_path
 from autoplan.tracing.second_names import SECOND_NAMES
 from autoplan.tracing.trace import ModelSource, load_model_file, model_source, module_source, trace_model
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def trace_example(name, **overrides):
-    return trace_model(model_source(EXAMPLES / name, overrides))
 
 
 @pytest.fixture(scope="module")
@@ -147,16 +140,6 @@ def test_a_live_module_gives_the_same_ops_as_its_file(gpt):
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def write(tmp_path, text):
-    path = tmp_path / "model.py"
-    path.write_text("import torch\nfrom torch import nn\n" + text)
-    return path
-
-
-MAKE_BATCH = "def make_batch(n):\n    return torch.zeros(n, 4), torch.zeros(n, 4)\n"
-LOSS = "def loss_fn(outputs, targets):\n    return (outputs - targets).square().mean()\n"
-
-
 def test_a_field_of_a_named_tuple_is_found_by_its_index():
     pair = namedtuple("pair", "ids mask")
     batch = ({"both": pair(torch.zeros(1), torch.zeros(1))}, [torch.zeros(1)])
@@ -190,95 +173,6 @@ def test_a_part_of_a_sequential_that_fails_is_named(trace, tmp_path):
         trace(model_source(path, {}))
 
 
-def test_a_model_file_without_build_model_names_what_it_has(tmp_path):
-    path = write(tmp_path, "def create():\n    pass\n")
-    with pytest.raises(InputError, match=r"build_model: found 'functions: create'"):
-        load_model_file(path)
-
-
-def test_an_error_while_importing_names_file_and_line(tmp_path):
-    path = write(tmp_path, "\nraise RuntimeError('no such thing')\n")
-    with pytest.raises(InputError, match=r"RuntimeError: no such thing \(line 4\)"):
-        load_model_file(path)
-
-
-SCRIPTS = [  # what a file without a guard may do when it is imported
-    "\nsys.exit(0)\n",
-    "import argparse\nargparse.ArgumentParser().parse_args(['--data'])\n",
-]
-
-
-@pytest.mark.parametrize("text", SCRIPTS)
-def test_a_model_file_that_ends_python_is_an_input_error_that_names_the_line(tmp_path, text):
-    path = write(tmp_path, "import sys\n" + text)
-    with pytest.raises(InputError, match=r"sys\.exit\([02]\) \(line 5\)\n  expected: (.|\n)*fix: .*__main__"):
-        load_model_file(path)
-
-
-@pytest.mark.parametrize(
-    ("line", "error", "message"),
-    [
-        ("return Model", InputError, r"build_model\(\) failed: sys\.exit\('no weights'\) \(line \d+\)(.|\n)*fix: "),
-        ("return torch.zeros", InputError, r"make_batch failed(.|\n)*sys\.exit\('no weights'\) at .*model\.py:\d+"),
-        ("return super", TraceError, r"model\.py:\d+(.|\n)*found: sys\.exit\('no weights'\)(.|\n)*fix: "),
-        ("return (outputs", TraceError, r"model\.py:\d+(.|\n)*found: sys\.exit\('no weights'\)(.|\n)*fix: "),
-    ],
-)
-@pytest.mark.parametrize("trace", [trace_model, trace_modules])
-def test_functions_of_a_model_file_that_end_python_are_errors(tmp_path, line, error, message, trace):
-    text = (model_text("return super().forward(x)") + LOSS).replace(line, f"exit('no weights'); {line}")
-    with pytest.raises(error, match=message):
-        trace(model_source(write(tmp_path, text), {}))
-
-
-def test_an_interrupt_in_a_model_file_is_none_of_its_errors(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        load_model_file(write(tmp_path, "raise KeyboardInterrupt\n"))
-
-
-def test_a_syntax_error_names_its_line_once_with_a_fix(tmp_path):
-    path = write(tmp_path, "\ndef build_model(:\n")
-    with pytest.raises(InputError, match=r"SyntaxError: invalid syntax \(model\.py, line 4\)\n  expected: .*\n  fix: "):
-        load_model_file(path)
-
-
-@pytest.mark.parametrize(
-    ("function", "found", "expected"),
-    [
-        (
-            "def build_scheduler(optimizer):\n    pass\n",
-            "build_scheduler(optimizer)",
-            "build_scheduler(optimizer, n_steps)",
-        ),
-        ("def build_optimizer():\n    pass\n", "build_optimizer()", "build_optimizer(params)"),
-        ("build_optimizer = 3\n", "build_optimizer = 3", "build_optimizer(params)"),
-    ],
-)
-def test_a_function_that_the_program_cannot_call_is_refused_before_it_is_planned(tmp_path, function, found, expected):
-    path = write(tmp_path, "def build_model():\n    return nn.Linear(4, 4)\n" + MAKE_BATCH + LOSS + function)
-    with pytest.raises(InputError) as raised:
-        load_model_file(path)
-    assert f"found '{found}'" in str(raised.value) and f"expected: {expected}\n" in str(raised.value)
-
-
-def test_an_unknown_override_is_a_wrong_command_line_and_shows_the_signature():
-    with pytest.raises(UsageError, match=r"build_model\(width: int = 256"):
-        trace_example("mlp.py", breadth=4)
-
-
-def test_an_argument_that_the_model_file_itself_gets_wrong_is_not_taken_for_a_set_value(tmp_path):
-    text = "def build_model(width=4):\n    return nn.Linear(width, width, breadth=3)\n" + MAKE_BATCH + LOSS
-    for overrides in ({}, {"width": 8}):
-        with pytest.raises(InputError, match=r"failed: TypeError: .*'breadth' \(line 4\)\n") as raised:
-            trace_model(model_source(write(tmp_path, text), overrides))
-        assert not isinstance(raised.value, UsageError)
-
-
-def test_a_value_that_build_model_cannot_use_shows_the_signature_too():
-    with pytest.raises(InputError, match=r"build_model\(width='wide'\) failed: TypeError(.|\n)*expected: (.|\n)*fix: "):
-        trace_example("mlp.py", width="wide")
-
-
 def test_a_batch_whose_first_dim_is_not_the_batch_is_refused(tmp_path):
     path = write(
         tmp_path,
@@ -287,33 +181,6 @@ def test_a_batch_whose_first_dim_is_not_the_batch_is_refused(tmp_path):
     )
     with pytest.raises(InputError, match=r"first dim = batch size"):
         trace_model(model_source(path, {}))
-
-
-def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
-    path = write(
-        tmp_path,
-        "def build_model():\n    return nn.Linear(4, 4)\n" + MAKE_BATCH + "def loss_fn(o, t):\n    return o - t\n",
-    )
-    with pytest.raises(InputError, match="a floating-point scalar"):
-        trace_model(model_source(path, {}))
-
-
-@pytest.mark.parametrize("trace", [trace_model, trace_modules])
-@pytest.mark.parametrize(
-    ("returned", "found"),
-    [
-        ("{'loss': (o - t).mean(), 'error': 0}", "a dict of loss, error.*\n.*\n  fix: return the loss alone"),
-        ("(o - t).mean(), 0.5", "a tuple of 2.*\n.*\n  fix: return the loss alone"),
-        ("None", "found 'None'.*\n.*\n  fix: end loss_fn by `return loss`"),
-        ("(o - t).mean().item()", r"a number, .*\n.*\n  fix: return the tensor itself, without \.item\(\)"),
-        ("(o.detach() - t).mean()", r"a tensor without a gradient.*\n.*\n  fix: leave out \.detach\(\)"),
-    ],
-)
-def test_a_loss_that_is_no_tensor_or_has_no_gradient_is_refused_with_what_to_return(tmp_path, trace, returned, found):
-    model = "def build_model():\n    return nn.Linear(4, 4)\n"
-    path = write(tmp_path, model + MAKE_BATCH + f"def loss_fn(o, t):\n    return {returned}\n")
-    with pytest.raises(InputError, match=f"model.py: loss: .*{found}"):
-        trace(model_source(path, {}))
 
 
 def test_a_forward_that_takes_other_arguments_than_the_inputs_says_how_they_are_given(tmp_path):
@@ -336,25 +203,6 @@ def test_no_weight_is_allocated_for_a_model_of_70_billion_parameters():
     # 2 of 80 layers: 2 * 0.856e9 + 2 * 1.05e9 parameters would take 15 GB in float32
     assert n_parameters > 3.5e9
     assert peak_kib * 1024 < 2e9
-
-
-def test_a_make_batch_that_takes_no_batch_size_is_not_blamed_on_a_file_of_ours(tmp_path):
-    model = "def build_model():\n    return nn.Linear(4, 4)\n"
-    path = write(tmp_path, model + MAKE_BATCH.replace("make_batch(n)", "make_batch()") + LOSS)
-    with pytest.raises(InputError, match=r"expected: make_batch\(batch_size\) -> \(inputs, targets\)") as raised:
-        trace_model(model_source(path, {}))
-    assert "user_errors.py" not in str(raised.value) and "--set" not in str(raised.value)
-
-
-def test_values_are_only_blamed_where_some_were_given(tmp_path):
-    model = "def build_model(width=4):\n    return nn.Linear(width, width)\n"
-    path = write(tmp_path, model + "def make_batch(n):\n    raise RuntimeError('no')\n" + LOSS)
-    for overrides, fix in (({}, "correct it$"), ({"width": 8}, "correct it, or the --set values it works with$")):
-        with pytest.raises(InputError, match=f"make_batch failed(.|\n)*fix: {fix}"):
-            trace_model(model_source(path, overrides))
-    broken = write(tmp_path, "def build_model():\n    raise RuntimeError('no')\n" + MAKE_BATCH + LOSS)
-    with pytest.raises(InputError, match=r"build_model\(\) failed(.|\n)*without arguments\n  fix: correct it$"):
-        trace_model(model_source(broken, {}))
 
 
 STOCHASTIC_DEPTH = """
@@ -429,23 +277,6 @@ def test_what_is_written_by_another_name_is_known(write_into):
         assert numbers.tolist() == [0.5] * 4
 
 
-LINEAR = "def build_model():\n    return nn.Linear(4, 4)\n"
-
-
-def test_a_loss_that_fails_is_named_with_its_line(tmp_path):
-    path = write(
-        tmp_path, LINEAR + MAKE_BATCH + "def loss_fn(outputs, targets):\n    return outputs @ targets.mean()\n"
-    )
-    with pytest.raises(TraceError, match=r"loss_fn fails at .*\.py:\d+: return outputs @ targets.mean\(\)"):
-        trace_model(model_source(path, {}))
-
-
-def test_a_loss_of_a_library_that_fails_is_told_from_the_model(tmp_path):
-    path = write(tmp_path, LINEAR + MAKE_BATCH + "loss_fn = nn.NLLLoss()\n")
-    with pytest.raises(TraceError, match=r"loss_fn fails\n(.|\n)*fix: call loss_fn on the outputs"):
-        trace_model(model_source(path, {}))
-
-
 @pytest.mark.parametrize("second", SECOND_NAMES)
 def test_a_second_name_of_an_operator_takes_the_same_arguments_as_the_first(second):
     packet, first = getattr(torch.ops.aten, second), getattr(torch.ops.aten, SECOND_NAMES[second])
@@ -468,13 +299,6 @@ def test_second_names_are_traced_as_the_first():
     x = torch.zeros(2, 4)
     targets = [op.target for op in trace_model(module_source(nn.Linear(4, 4), (x, x), loss_fn)).ops]
     assert [name.split(".")[1] for name in targets] == ["linear", "mul", "sub", "cat", "div", "clamp", "mean"]
-
-
-def model_text(forward):
-    return (
-        f"class Model(nn.Linear):\n    def forward(self, x):\n        {forward}\n"
-        "def build_model():\n    return Model(4, 4)\n" + MAKE_BATCH
-    )
 
 
 @pytest.mark.parametrize(
@@ -550,67 +374,6 @@ def test_a_mask_in_float32_that_meets_the_models_dtype_is_told_to_be_made_in_it(
         trace_model(source)
 
 
-def test_a_loss_that_holds_a_tensor_on_another_device_is_told_where_to_make_it():
-    loss_fn = nn.CrossEntropyLoss(weight=torch.ones(4))
-    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)), loss_fn)
-    with pytest.raises(TraceError, match=r"loss_fn fails(.|\n)*device=outputs.device"):
-        trace_model(source)
-
-
-def test_a_loss_that_has_no_bfloat16_is_told_to_cast_to_float32():
-    def loss_fn(outputs, targets):
-        return torch.fft.rfft(outputs).abs().mean()
-
-    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), torch.zeros(2, 4)), loss_fn)
-    with pytest.raises(TraceError, match=r"loss_fn fails(.|\n)*runs in bfloat16(.|\n)*outputs.float\(\)"):
-        trace_model(source)
-
-
-F = nn.functional
-BCE, NLL = F.binary_cross_entropy_with_logits, F.nll_loss
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "targets", "found"),
-    [
-        (F.cross_entropy, torch.zeros(2), "floating-point numbers where torch.long(.|\n)*torch.long(.|\n)*F.mse_loss"),
-        (NLL, torch.zeros(2, dtype=torch.uint8), "uint8 where torch.long is needed"),
-        (BCE, torch.zeros(2, 4, dtype=torch.int64), "int64 where floating(.|\n)*fix: return targets as floats"),
-        (BCE, torch.zeros(2, 4, dtype=torch.bool), "bool where floating-point numbers are needed"),
-        (F.cross_entropy, torch.zeros(2, 4, dtype=torch.int64), "another dtype where floating(.|\n)*F.cross_entropy"),
-        (F.kl_div, torch.zeros(2, 4, dtype=torch.int64), "another dtype where floating-point numbers are needed"),
-    ],
-)
-def test_targets_of_a_dtype_that_the_loss_does_not_take_are_told_which_it_takes(loss_fn, targets, found):
-    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), targets), lambda y, t: loss_fn(y, t))
-    with pytest.raises(TraceError, match=rf"loss_fn fails at {__file__}:\d+: .*loss_fn\(y, t\).*\n  found: {found}"):
-        trace_model(source)
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "targets", "found"),
-    [
-        (F.cross_entropy, torch.zeros(2, dtype=torch.int32), "'torch.int32'\n  expected: classes, (.|\n)*write .long"),
-        (NLL, torch.zeros(2, dtype=torch.int32), "'torch.int32'"),
-        (
-            lambda y, t: F.binary_cross_entropy(y.sigmoid(), t),
-            torch.zeros(2, 4, dtype=torch.int64),
-            "'torch.int64'\n  expected: floating-point numbers\n(.|\n)*write .float",
-        ),
-        (lambda y, t: (y - F.one_hot(t, 4)).sum(), torch.zeros(2), "'floating-point numbers'"),
-    ],
-)
-def test_targets_that_torch_would_refuse_when_the_program_runs_are_refused_when_it_is_planned(loss_fn, targets, found):
-    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), targets), lambda y, t: loss_fn(y, t))
-    with pytest.raises(InputError, match=rf"Linear: targets of \w+( at {__file__}:.*)?: found {found}"):
-        trace_model(source)
-
-
-@pytest.mark.parametrize("targets", [torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4)])
-def test_classes_and_shares_of_classes_are_targets_of_a_cross_entropy(targets):
-    assert trace_model(module_source(nn.Linear(4, 4), (torch.zeros(2, 4), targets), F.cross_entropy)).ops
-
-
 def test_a_number_where_forward_looks_up_a_row_is_told_to_be_an_integer():
     source = module_source(nn.Embedding(4, 4), (torch.zeros(2, 4), torch.zeros(2)), lambda y, _: y.mean())
     with pytest.raises(
@@ -620,71 +383,11 @@ def test_a_number_where_forward_looks_up_a_row_is_told_to_be_an_integer():
         trace_model(source)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "loss = loss / float(loss.detach())",
-        "loss = loss * 0.5 if loss.item() > 100 else loss",
-        "loss = loss * 0.5 if loss > 100 else loss",
-        "print(f'{loss:.3f}')",
-        "print(loss.detach().numpy())",
-    ],
-)
-def test_a_number_that_a_loss_reads_is_named_with_its_line_and_what_to_write_in_its_place(tmp_path, line):
-    loss_fn = (
-        f"def loss_fn(outputs, targets):\n    loss = (outputs - targets).square().mean()\n    {line}\n    return loss\n"
-    )
-    message = rf"loss_fn fails at .*model.py:9: {re.escape(line)}\n  found: a Python number(.|\n)*leave out .item\(\)"
-    with pytest.raises(TraceError, match=message):
-        trace_model(model_source(write(tmp_path, LINEAR + MAKE_BATCH + loss_fn), {}))
-
-
 def test_an_output_of_a_class_that_torch_does_not_know_says_to_leave_it_out(tmp_path):
     text = "class Cache:\n    pass\n" + model_text("return super().forward(x), Cache()")
     path = write(tmp_path, text + "def loss_fn(outputs, targets):\n    return outputs[0].mean()\n")
     with pytest.raises(TraceError, match=r"Cache(.|\n)*fix: return only what the loss reads; .* use_cache=False"):
         trace_model(model_source(path, {}))
-
-
-def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path):
-    fix = "fix: install the package that provides no_such_package, or put its file beside the model file"
-    with pytest.raises(InputError, match=fix):
-        load_model_file(write(tmp_path, "import no_such_package\n"))
-
-
-def _ctc(lengths):
-    """The loss of 8 frames with lengths as this function of targets gives them."""
-
-    def loss_fn(outputs, targets):
-        log_probs = outputs.log_softmax(-1).transpose(0, 1)
-        return nn.functional.ctc_loss(log_probs, targets, *lengths(targets))
-
-    batch = (torch.zeros(2, 8, 4), torch.ones(2, 3, dtype=torch.int64))
-    return module_source(nn.Linear(4, 6), batch, loss_fn)
-
-
-def test_ctc_is_traced_though_its_states_depend_on_the_labels():
-    graph = trace_model(_ctc(lambda targets: (targets[:, 0] * 8, targets[:, 0] * 3)))
-    assert [op.target for op in graph.ops][-1] == "aten.ctc_loss.Tensor"
-
-
-def test_a_loss_of_distributions_is_traced_though_they_look_at_values_when_they_run(monkeypatch):
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch's default, whoever changed it
-
-    def negative_log_likelihood(outputs, targets):
-        return -torch.distributions.Normal(outputs, 1.0).log_prob(targets).mean()
-
-    batch = torch.zeros(2, 4), torch.zeros(2, 4)
-    graph = trace_model(module_source(nn.Linear(4, 4), batch, negative_log_likelihood))
-    assert graph.specs()[graph.loss].shape == ()
-    with pytest.raises(ValueError, match="scale"):
-        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
-
-
-def test_a_loss_whose_shape_depends_on_values_names_the_ways_out():
-    with pytest.raises(TraceError, match="DynamicOutputShape") as error:
-        trace_model(_ctc(lambda targets: ([8] * len(targets), [3] * len(targets))))
-    assert "--module-level" in str(error.value)
 
 
 @pytest.mark.parametrize("n_targets", [0, 2])
@@ -766,24 +469,6 @@ def test_a_dtype_that_no_operator_of_a_graph_has_is_refused(kind):
     )
     with pytest.raises(InputError, match=rf"own.py: make_batch\(2\)(.|\n)*torch.{kind}(.|\n)*astype\('int64'\)"):
         trace_model(source)
-
-
-@pytest.mark.parametrize("trace", [trace_model, trace_modules])
-def test_a_batch_may_depend_on_what_build_model_has_set(trace):
-    sizes = []
-
-    def build_model():
-        sizes.append(4)
-        return nn.Linear(4, 4)
-
-    source = ModelSource(
-        name="own",
-        where="own.py",
-        build_model=build_model,
-        make_batch=lambda n: (torch.zeros(n, sizes[0]), torch.zeros(n, 4)),
-        loss_fn=nn.functional.mse_loss,
-    )
-    assert trace(source).ops
 
 
 def test_a_batch_of_other_mappings_than_dicts_is_traced_as_dicts():
