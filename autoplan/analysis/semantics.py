@@ -293,10 +293,9 @@ def _place(op: Op) -> str:
 
 def _has_batch_norm(graph: OpGraph) -> bool:
     """One in training mode: by its op or, in a graph of whole modules, by its running statistics."""
-    return any("batch_norm" in op.target and argument(op, 5, "training", True) for op in graph.ops) or any(
-        graph.is_module_level and parameter.is_buffer and parameter.name.split(".")[-1] == "running_mean"
-        for parameter in graph.parameters
-    )
+    if graph.is_module_level:
+        return any(own.is_buffer and own.name.split(".")[-1] == "running_mean" for own in graph.parameters)
+    return any("batch_norm" in op.target and argument(op, 5, "training", True) for op in graph.ops)
 
 
 def _mean_over_targets(graph: OpGraph) -> Op | None:

@@ -90,7 +90,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
     mesh = plan.mesh
     recomputed = tuple(dict.fromkeys(name for stage in plan.program_stages for name in _recomputed(graph, stage)))
     # Where forward branches on data, ranks may call different blocks: then all parameters are one group.
-    blocks = [s.module_path for s in graph.segments if s.is_block and not graph.is_module_level]
+    blocks = [] if graph.is_module_level else [s.module_path for s in graph.segments if s.is_block]
     return {
         "dp": mesh.dp,
         "tp": mesh.tp,

@@ -73,11 +73,10 @@ def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
     own, which generated stages would not have. Nor is one cut between two calls of a module that writes a buffer, of
     which each stage would have its own.
     """
-    first_made = _first_made_output(graph)
+    first_made = _first_made_output(graph) if _is_cuttable(graph) else 0
     inside = _between_writes(graph)
     return tuple(
-        _is_cuttable(graph) and segment.stop <= first_made and number not in inside
-        for number, segment in enumerate(graph.segments[:-1])
+        segment.stop <= first_made and number not in inside for number, segment in enumerate(graph.segments[:-1])
     )
 
 
