@@ -153,7 +153,7 @@ def test_the_check_of_evaluation_reads_one_batch_and_changes_no_generator():
     dataset = Drawing()
     model_file = _model_file(None, build_eval_dataset=lambda: dataset, collate=lambda samples: _batch(samples))
     states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    evaluation_data(model_file, config=CONFIG, dp_rank=0, device=CPU, n_workers=2, rehearsal=_rehearsal(model_file))
+    evaluation_data(model_file, config=CONFIG, dp_rank=0, device=CPU, rehearsal=_rehearsal(model_file))
     assert dataset.n_read == CONFIG.global_batch_size
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 

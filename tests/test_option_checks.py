@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoplan import api, cli, errors
-from autoplan.checks.options import check_options, options_of, parse_fix, parse_overrides
+from autoplan.checks.options import check_options, fix_pairs, options_of, parse_fix, parse_overrides
 from autoplan.options import Options
 
 PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
@@ -139,6 +139,8 @@ def test_stages_per_rank_may_be_called_chunks() -> None:
     assert parse_fix(["chunks=2"]) == check_options(Options(fix=(("chunks", "2"),))).fix == pairs
     with pytest.raises(errors.UsageError, match="found twice"):
         parse_fix(["chunks=2,stages_per_rank=2"])
+    with pytest.raises(errors.UsageError, match="stages_per_rank twice"):
+        fix_pairs({"chunks": 2, "stages_per_rank": 4})
 
 
 def test_set_values_are_python_literals_or_strings() -> None:

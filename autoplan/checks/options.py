@@ -135,7 +135,12 @@ def fix_pairs(fix: object) -> tuple[tuple[str, str], ...]:
             expected="the text of --fix, a dict, or pairs of a name and its value",
             fix='write fix="tp=2,pp=1", fix={"tp": 2, "pp": 1} or fix=(("tp", "2"), ("pp", "1"))',
         )
-    return tuple((_OTHER_NAMES.get(name, name), str(value)) for name, value in items)
+    pairs = tuple((_OTHER_NAMES.get(name, name), str(value)) for name, value in items)
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError.of("fix", found=f"{twice} twice", expected="one value", fix="give it once")
+    return pairs
 
 
 def check_is_named(model: object) -> None:

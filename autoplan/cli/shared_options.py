@@ -129,7 +129,7 @@ sweep_options = combined(
     click.option(
         "--search",
         type=click.Choice(["quick", "full"]),
-        help="quick: 1f1b, or gpipe with few micro-batches, and all schedules for the best mesh; full: all. [quick]",
+        help="quick: 1f1b, or gpipe with few micro-batches; the best mesh of 1f1b then under all; full: all. [quick]",
     ),
     click.option("--jobs", "n_jobs", type=click.IntRange(min=1), help="Processes that search. [one per core]"),
 )

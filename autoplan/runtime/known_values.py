@@ -99,7 +99,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if new:
                     self.remember(meta, value)
         elif func._schema.is_mutable:
-            for meta in filter(_is_plain, metas):
+            for meta in filter(_is_plain, _metas(_written(func, args, kwargs))):
                 self._known.pop(_address(meta), None)
         return result
 
@@ -186,6 +186,12 @@ def _is_plain(meta: torch.Tensor) -> bool:
 
 def _address(meta: torch.Tensor) -> int:
     return int(meta.untyped_storage()._cdata)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Those arguments of an operator that it writes into."""
+    given = {own.name: value for own, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return [given[own.name] for own in func._schema.arguments if own.is_write and own.name in given]
 
 
 def _is_whole(value: Any) -> bool:

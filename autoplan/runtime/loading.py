@@ -126,7 +126,7 @@ def evaluation_data(
 ) -> TrainingData:
     """The batches of one pass over the model file's `build_eval_dataset`, in its order; what is left is dropped.
 
-    With a `rehearsal` the first batch is read and checked at once, by this process, as if it had not been.
+    With a `rehearsal` the first batch is read and checked at once, where batches are read; generators stay as they are.
 
     Raises: OptionError when the model file has none; DatasetError when it is no dataset; DataError when the check finds
         a fault.
@@ -146,7 +146,7 @@ def evaluation_data(
     options = {"n_workers": n_workers, "shuffles": False, "repeats": False}
     how = _reading(model_file, "build_eval_dataset", config, dp_rank, device, **options)
     if rehearsal is not None:
-        first = batches_from(dataset, replace(how, n_workers=0, pins=False), START)
+        first = batches_from(dataset, replace(how, n_workers=min(1, n_workers), pins=False), START)
         with seeding_the_host(), closing(first):
             how.check_first(next(first)[0], rehearsal)
     return _dataset_data(dataset, how, model_file, device)

@@ -44,7 +44,8 @@ def start_process_group(device_type: str, config: Config, *, timeout_s: float = 
     if device_type == "cpu":
         _use_local_threads()
     join_process_group(device_type, timeout_s=timeout_s)
-    atexit.register(_leave_if_not_stopped)
+    if "WORLD_SIZE" in os.environ:  # alone no rank waits, and Python's own exit code stands
+        atexit.register(_leave_if_not_stopped)
 
 
 def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -148,7 +149,7 @@ def _exit_at_once(report: ExceptHook) -> ExceptHook:
 
 
 def _leave_if_not_stopped() -> None:
-    """At the end of a program: what has ended it before `stop_process_group` is a refusal, which Python has printed."""
+    """At the end of one of several processes: what ended it before `stop_process_group` is a refusal, told by now."""
     if dist.is_initialized():
         _leave(1)
 

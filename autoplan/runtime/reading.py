@@ -31,7 +31,7 @@ from .batches import Batch
 from .config import Config
 from .refusal import DataError
 from .rehearsal import Rehearsal
-from .samples import Collating, Drawn, NoBatch, called, check_first_batch
+from .samples import Collating, Drawn, NoBatch, call_without_stop, check_first_batch
 from .seeds import mixed_seed, scrambled, seeding_the_host
 
 Collate = Callable[[list[Any]], Any]
@@ -184,7 +184,7 @@ class _SeededSamples(Dataset[Any]):
         self._dataset, self._seed = dataset, seed
 
     def __getitems__(self, indices: list[int]) -> Drawn:
-        return Drawn(called(self._samples, "__getitem__", indices), indices)
+        return Drawn(call_without_stop(self._samples, "__getitem__", indices), indices)
 
     def _samples(self, indices: list[int]) -> Any:
         samples = []

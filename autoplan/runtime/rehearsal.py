@@ -69,4 +69,5 @@ class Rehearsal:
 
 def _as_on(device: str, tensor: torch.Tensor) -> Any:
     """Floating-point numbers in float32, as the parameters."""
-    return tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device, dtype, copy=True)  # loss_fn may write into it

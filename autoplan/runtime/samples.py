@@ -36,7 +36,7 @@ class NoBatch:
     reason: str
 
 
-def called(function: Callable[[Any], Any], name: str, argument: Any) -> Any:
+def call_without_stop(function: Callable[[Any], Any], name: str, argument: Any) -> Any:
     """`function(argument)`, whose StopIteration is an error: else it would end the epoch like a last sample."""
     try:
         return function(argument)
@@ -58,7 +58,7 @@ class Collating:
     def __call__(self, drawn: Drawn) -> Batch | NoBatch:
         is_own = self.collate is not default_collate
         try:
-            batch = tensors_in_place(called(self.collate, "collate", drawn.samples))
+            batch = tensors_in_place(call_without_stop(self.collate, "collate", drawn.samples))
         except FAILURES:
             why = "" if is_own else _why_no_batch(drawn)
             if not why:
@@ -146,7 +146,7 @@ def _kind(value: Any) -> str:
 def check_first_batch(batch: Batch, rehearsal: Rehearsal, *, config: Config, dp_rank: int, dataset: str) -> None:
     """Refuse the first batch of a data-parallel rank before a step is taken with it.
 
-    One that is unlike those planned for is tried on the meta device, and told of where it can be trained on.
+    One that is unlike those planned for is tried on the meta device; the first rank of a host tells what came of it.
 
     Raises: DataError when the model's own code fails with it and not with a planned one, or when its size is another.
     """
@@ -160,8 +160,11 @@ def check_first_batch(batch: Batch, rehearsal: Rehearsal, *, config: Config, dp_
             "  fix: change the dataset (or collate), or change make_batch and plan again"
         )
     if different and os.environ.get("LOCAL_RANK", "0") == "0":
-        what = "the model takes it; time and memory are predicted for what was planned"
-        print(f"model.py: {dataset}: {different}\n  {what}", file=sys.stderr)
+        taken = "the model takes it" if error is None else "whether the model takes it could not be tried"
+        print(
+            f"model.py: {dataset}: {different}\n  {taken}; time and memory are predicted for what was planned",
+            file=sys.stderr,
+        )
     try:
         micro_batches(batch, config, dp_rank=dp_rank)
     except ValueError as wrong_size:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -49,7 +49,7 @@ from autoplan.graph import (
     Ref,
     TensorSpec,
 )
-from autoplan.tracing.batches import as_given, check_samples
+from autoplan.tracing.batches import as_given, check_samples, check_written
 from autoplan.tracing.dissolved import FREEZING, watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
 from autoplan.tracing.returned_loss import check_returned
@@ -210,10 +210,15 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     for place, value in ((AFTER, outputs), (LOSS, loss)):
         results[place] = _first_tensor(value, results.get(BEFORE))
     dissolved &= {FREEZING, REPLACED}
-    given = (t.untyped_storage() for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor))
-    if any(storage.data_ptr() in counter.written for storage in given):
+    written = [i for i, own in enumerate(pytree.tree_leaves(batch)) if _is_in(own, counter.written)]
+    if written:
+        check_written(batch, written, where=source.where)
         dissolved.add(WRITES_BATCH)
     return _Run(batch, tuple(order), counter.tallies, results, frozenset(dissolved))
+
+
+def _is_in(value: Any, memories: Collection[int]) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memories
 
 
 def _is_written(parameter: nn.Parameter, counter: _Counter, places: Mapping[int, int]) -> bool:

@@ -5,7 +5,7 @@
 
     question      the question, made by flags from the command line, and from a file by table_values, condition_tables
     asking        the whole way, with sweep: many points, each kept; other_links: clusters with those; prices
-                  other_sizes: a plan serves every cluster that has its devices
+                  other_sizes: a plan serves every cluster that has its devices; all_schedules: and may have others
     rows          what a row says, from conditions, goodput (failures) and money
     texts         row_text, loss_text, report_text, recommendation_text, advice_text
     recommending  and answer_changes: what would make it another one

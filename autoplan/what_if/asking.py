@@ -18,8 +18,9 @@ from autoplan.hardware.file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.planning.problem import checked, default_global_batch, model_file, trace_model
 from autoplan.space.mixed_space import check_mixed_options
+from autoplan.what_if.all_schedules import of_all_schedules
 from autoplan.what_if.other_links import changed
-from autoplan.what_if.other_sizes import of_all_schedules, of_other_sizes, with_judged
+from autoplan.what_if.other_sizes import of_other_sizes, with_judged
 from autoplan.what_if.points import QUICK_SCHEDULE, Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices
 from autoplan.what_if.question import Question, checked_question

@@ -3,9 +3,6 @@
 A search that its time limit ends may miss that plan. Where a sweep found a slower plan, or none, for another number of
 hosts of the same hardware, with the same batch, the mesh of the best that fits is judged there, and taken if it is
 faster.
-
-A quick search looks at few schedules. The mesh of a plan under 1f1b is judged under all others, and that is taken, too,
-if it is faster (`of_all_schedules`).
 """
 
 from __future__ import annotations
@@ -14,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoplan.checks.options import parse_fix
-from autoplan.hardware import HardwareProfile
 from autoplan.planning.problem import checked
 from autoplan.search import GOOD_ENOUGH
-from autoplan.what_if.points import QUICK_SCHEDULE, Point, PointResult
+from autoplan.what_if.points import Point, PointResult
 from autoplan.what_if.sweep import Sweep, Task
 
 
@@ -35,17 +31,6 @@ def of_other_sizes(points: Sequence[Point], tasks: Sequence[Task], results: Sequ
         best = min(serve, key=lambda own: _score(own, task), default=None)
         if best is not None and best.fix is not None and _is_outdone(results[place], best, task):
             fix = dict(task.options.fix) | dict(parse_fix([best.fix]))
-            found[place] = replace(task, options=checked(replace(task.options, fix=tuple(fix.items()))))
-    return found
-
-
-def of_all_schedules(tasks: Sequence[Task], results: Sequence[PointResult]) -> dict[int, Task]:
-    """Per place of a plan that a quick search found under 1f1b, the search of its mesh under every schedule."""
-    found = {}
-    for place, (task, result) in enumerate(zip(tasks, results, strict=True)):
-        fix = {} if result.fix is None else dict(parse_fix([result.fix]))
-        is_chosen = QUICK_SCHEDULE in task.options.fix and isinstance(task.hardware, HardwareProfile)
-        if is_chosen and fix.pop("schedule", None) == "1f1b":
             found[place] = replace(task, options=checked(replace(task.options, fix=tuple(fix.items()))))
     return found
 

@@ -5,7 +5,7 @@
 
 A search is "quick" or "full". A quick one looks at `PLAIN_SCHEDULE` only: one stage per rank, under 1f1b, or under
 gpipe where there are fewer micro-batches than pipeline ranks. Bounds are arithmetic there: a tenth of the time, and the
-proof is of that space; a sweep then judges its mesh under all schedules (`other_sizes`). Limits are of processor time,
+proof is of that space; a sweep then judges a mesh under 1f1b under all (`all_schedules`). Limits are of processor time,
 so that what else the machine does changes no answer but near the limit: the user's, or `QUICK_TIME_LIMIT_S` from the
 first plan on, and `DEFAULT_TIME_LIMIT_S` where there is none and for mixed clusters.
 """

@@ -369,7 +369,8 @@ def _looked_at(
             f"{name}: {', '.join(counts)} {'host' if counts == ['1'] else 'hosts'}" if counts else f"{name}: {none}"
         )
     how = (
-        "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under all, each for a short time"
+        "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under 1f1b then under all,"
+        " each for a short time"
     )
     again = "; the most promising again, of all plans" if question.search == "full" else "; --search full looks at more"
     return (*texts, how + again)

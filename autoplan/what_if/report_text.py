@@ -14,7 +14,7 @@ def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
     """The table, and what it rests on."""
     sweep = answer.sweep
     quick = (
-        "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under all;"
+        "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under 1f1b then under all;"
         " --search full looks at all schedules"
     )
     searched = quick if search == "quick" else "all plans"
