@@ -139,8 +139,18 @@ def test_stages_per_rank_may_be_called_chunks() -> None:
     assert parse_fix(["chunks=2"]) == check_options(Options(fix=(("chunks", "2"),))).fix == pairs
     with pytest.raises(errors.UsageError, match="found twice"):
         parse_fix(["chunks=2,stages_per_rank=2"])
-    with pytest.raises(errors.UsageError, match="stages_per_rank twice"):
+    with pytest.raises(errors.UsageError, match=r"fix stages_per_rank: found twice \(2 and 4\)"):
         fix_pairs({"chunks": 2, "stages_per_rank": 4})
+
+
+@pytest.mark.parametrize("fix", [{1: 2}, ((1, 2),), 5, ("tp=2",)])
+def test_what_the_library_cannot_read_as_fix_is_refused(fix: object) -> None:
+    with pytest.raises(errors.UsageError, match=r"^fix: found "):
+        fix_pairs(fix)
+
+
+def test_pairs_of_an_iterator_are_all_read() -> None:
+    assert fix_pairs(iter([("tp", 2), ("pp", "1")])) == (("tp", "2"), ("pp", "1"))
 
 
 def test_set_values_are_python_literals_or_strings() -> None:

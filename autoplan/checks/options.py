@@ -127,20 +127,15 @@ def fix_pairs(fix: object) -> tuple[tuple[str, str], ...]:
     """
     if isinstance(fix, str):
         return parse_fix([fix])
-    items = fix.items() if isinstance(fix, Mapping) else fix
-    if not (isinstance(items, Iterable) and all(isinstance(item, tuple) and len(item) == 2 for item in items)):
+    items = tuple(fix.items() if isinstance(fix, Mapping) else fix) if isinstance(fix, Iterable) else (fix,)
+    if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in items):
         raise UsageError.of(
             "fix",
             found=repr(fix),
             expected="the text of --fix, a dict, or pairs of a name and its value",
             fix='write fix="tp=2,pp=1", fix={"tp": 2, "pp": 1} or fix=(("tp", "2"), ("pp", "1"))',
         )
-    pairs = tuple((_OTHER_NAMES.get(name, name), str(value)) for name, value in items)
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError.of("fix", found=f"{twice} twice", expected="one value", fix="give it once")
-    return pairs
+    return _named_once("fix", items)
 
 
 def check_is_named(model: object) -> None:
@@ -211,15 +206,20 @@ def check_batch(options: Options, *, default_batch: int) -> None:
 
 def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """`dp=4,zero=1` (any number of such texts) as (name, value) pairs; the same name twice is an error."""
-    pairs: dict[str, str] = {}
-    for part in (part for text in texts for part in text.split(",") if part.strip()):
-        name, value = _split_pair("--fix", part)
-        name = _OTHER_NAMES.get(name, name)
-        if name in pairs:
-            found = f"found twice ({pairs[name]} and {value})"
-            raise UsageError(f"--fix {name}: {found}\n  expected: one value\n  fix: give it once")
-        pairs[name] = value
-    return tuple(pairs.items())
+    parts = (part for text in texts for part in text.split(",") if part.strip())
+    return _named_once("--fix", (_split_pair("--fix", part) for part in parts))
+
+
+def _named_once(option: str, pairs: Iterable[tuple[str, object]]) -> tuple[tuple[str, str], ...]:
+    """The pairs by the names of `FIX_VALUES`, as texts; the same name twice is an error."""
+    found: dict[str, str] = {}
+    for given, value in pairs:
+        name = _OTHER_NAMES.get(given, given)
+        if name in found:
+            twice = f"found twice ({found[name]} and {value})"
+            raise UsageError(f"{option} {name}: {twice}\n  expected: one value\n  fix: give it once")
+        found[name] = str(value)
+    return tuple(found.items())
 
 
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
