@@ -30,8 +30,6 @@ import io
 import json
 import os
 import re
-import runpy
-import signal
 import statistics
 import subprocess
 import sys
@@ -42,12 +40,11 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from program_runs import Run, import_once
+
 HERE = Path(__file__).resolve().parent
-N_STEPS, N_WARM_UP = 12, 4
-N_BATCHES = 4  # different ones, drawn before
-PATIENCE_S = 150
+N_WARM_UP = 4
 HARDWARE = "h200_x4"
-FIRST_PORT = 29600
 LINE = re.compile(r"^(\S+) +(\S.*?)" + 2 * r" +([\d.]+) +([\d.]+) +([-+][\d.]+)%" + "$", re.MULTILINE)  # of a table
 EXAMPLES = {name: HERE.parent / "examples" / f"{name}.py" for name in ("gpt", "llama")}
 
@@ -196,94 +193,8 @@ def run(folder: Path, results: Path, links: str = "nvlink", seconds: str = "inf"
                 print(json.dumps(brief | {"step_s": median_step_s(row)}), row.get("error", ""), flush=True)
 
 
-def import_once(folder: Path) -> None:
-    """Import what a program imports, and leave its own modules out: the next program has others of the same names."""
-    sys.path[0] = str(folder)
-    runpy.run_path(str(folder / "train.py"), run_name="imported")
-    own = [name for name, module in sys.modules.items() if str(folder) in (getattr(module, "__file__", None) or "")]
-    for name in own:
-        del sys.modules[name]
-
-
 def read(results: Path) -> list[dict]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-
-class Run:
-    """The processes of one program."""
-
-    n_started = 0
-
-    def __init__(self, case: Case, folder: Path, devices: list[int]) -> None:
-        self.case, self.folder, self.devices = case, folder, devices
-        self.started_s = time.perf_counter()
-        self.codes: dict[int, int | None] = {}
-        port = FIRST_PORT + Run.n_started
-        Run.n_started += 1
-        (folder / "measured.json").unlink(missing_ok=True)
-        for rank in range(case.devices):
-            self.codes[self._fork(rank, port)] = None
-
-    def _fork(self, rank: int, port: int) -> int:
-        process = os.fork()
-        if process:
-            return process
-        code = 1
-        try:
-            os.chdir(self.folder)
-            log = os.open(f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.case.devices, "MASTER_PORT": port}
-            ranks |= {"LOCAL_WORLD_SIZE": self.case.devices, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-            os.environ |= {key: str(value) for key, value in ranks.items()}
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
-            sys.path[0] = str(self.folder)
-            sys.argv = [
-                "train.py",
-                "--steps",
-                str(N_STEPS),
-                "--repeat-batches",
-                str(N_BATCHES),
-                "--out-json",
-                "measured.json",
-                *os.environ.get("TRAIN_OPTIONS", "").split(),
-            ]
-            runpy.run_path("train.py", run_name="__main__")
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def is_done(self) -> bool:
-        """Whether all have ended; one that fails, or takes too long, ends the others."""
-        for process, code in self.codes.items():
-            if code is None:
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if ended:
-                    self.codes[process] = os.waitstatus_to_exitcode(status)
-        left = [process for process, code in self.codes.items() if code is None]
-        if any(self.codes.values()) or time.perf_counter() - self.started_s > PATIENCE_S:
-            for process in left:
-                os.kill(process, signal.SIGKILL)
-        return not left
-
-    def row(self) -> dict:
-        plan = json.loads((self.folder / "plan.json").read_text())["best"]["plan"]
-        code = next((code for code in self.codes.values() if code), 0)
-        row = {"case": self.case.name, "links": self.case.links, "exit_code": code, "plan": plan}
-        row["run_s"] = time.perf_counter() - self.started_s
-        if code == 0:
-            return row | json.loads((self.folder / "measured.json").read_text())
-        logs = [(self.folder / f"rank_{rank}.log").read_text() for rank in range(self.case.devices)]
-        return row | {"error": max(logs, key=len)[-1500:]}
 
 
 def median_step_s(row: dict) -> float | None:

@@ -40,6 +40,7 @@ from autoplan.search.fixed_values import value_of
 from autoplan.search.result import SearchResult
 
 QUICK_SCHEDULE = ("schedule", PLAIN_SCHEDULE)
+QUICK_PLANS = "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under 1f1b then under all"
 QUICK_TIME_LIMIT_S = 1.0  # of processor time; most searches end before it with a proof
 SEARCHES = ("quick", "full")
 SCALINGS = ("strong", "weak")

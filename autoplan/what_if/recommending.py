@@ -31,7 +31,7 @@ from autoplan.planning.problem import default_global_batch
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, much_cheaper, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, continued, trace_all
-from autoplan.what_if.points import combinations
+from autoplan.what_if.points import QUICK_PLANS, combinations
 from autoplan.what_if.prices import read_prices, rent_price
 from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.report_text import assumption_texts
@@ -368,10 +368,7 @@ def _looked_at(
         texts.append(
             f"{name}: {', '.join(counts)} {'host' if counts == ['1'] else 'hosts'}" if counts else f"{name}: {none}"
         )
-    how = (
-        "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under 1f1b then under all,"
-        " each for a short time"
-    )
+    how = f"{QUICK_PLANS}, each for a short time"
     again = "; the most promising again, of all plans" if question.search == "full" else "; --search full looks at more"
     return (*texts, how + again)
 

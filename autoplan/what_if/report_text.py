@@ -6,6 +6,7 @@ from autoplan.options import AS_COMPUTED
 from autoplan.plain_text import WIDTH, count, percent
 from autoplan.units import GB, SECONDS_PER_HOUR, format_seconds
 from autoplan.what_if.asking import WhatIf
+from autoplan.what_if.points import QUICK_PLANS
 from autoplan.what_if.row_text import bullets, whatif_table
 from autoplan.what_if.rows import Assumptions
 
@@ -13,11 +14,7 @@ from autoplan.what_if.rows import Assumptions
 def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
     """The table, and what it rests on."""
     sweep = answer.sweep
-    quick = (
-        "plans under schedule 1f1b, or gpipe with few micro-batches, and the best mesh under 1f1b then under all;"
-        " --search full looks at all schedules"
-    )
-    searched = quick if search == "quick" else "all plans"
+    searched = f"{QUICK_PLANS}; --search full looks at all schedules" if search == "quick" else "all plans"
     gaps = [row.gap for row in answer.rows if row.gap is not None]
     proof = f"; none of them is faster by more than {max(gaps):.1%}" if gaps else ""
     notes = [
