@@ -20,9 +20,10 @@ from autoplan.what_if.advice_rules import (
     RULES,
     busy_first,
     data_parallel,
+    failures_first,
     leave_the_host,
     not_over_two_hosts,
-    stay_on_one,
+    stay_small,
     stop_scaling,
 )
 from autoplan.what_if.advice_text import advice_text, worth_showing
@@ -63,6 +64,7 @@ ROWS = (
 GOOD = Facts(
     hardware=load_hardware_profile("dgx_a100_x8"),
     one=_row(1, 1, compute_s=8.0),
+    between=(_row(1, 2, compute_s=4.0, comm_s=0.02),),
     half=_row(1, 4, compute_s=2.0, comm_s=0.02),
     host=ROWS[0],
     split=_row(2, 8, compute_s=1.0, comm_s=0.03),
@@ -85,14 +87,14 @@ GOOD = Facts(
         ("mend_links", {"hardware": load_hardware_profile("a100_pcie_x8")}),
         ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
         ("split_layers", {"layer_bytes": 100 * GiB}),
-        ("stay_on_one", {"deadline_s": 9000.0}),
+        ("stay_small", {"deadline_s": 9000.0}),
         ("raise_batch", {"host": _row(1, 8, compute_s=1.0, comm_s=0.5), "batches": ((16, ROWS[0]),)}),
         ("raise_batch", {"host": replace(ROWS[0], n_idle_devices=4)}),
         ("shard_state", {"one": NO_PLAN, "state_bytes": 100 * GiB}),
         ("drop_activations", {"one": NO_PLAN}),
         ("not_over_two_hosts", {"split": _row(2, 8, compute_s=1.0, comm_s=0.9)}),
         ("meet_deadline", {"deadline_s": 600.0}),
-        ("failures_first", {"hosts": (*ROWS, _row(64, 512, compute_s=0.02))}),
+        ("failures_first", {"hosts": (*ROWS, _row(64, 512, compute_s=0.016))}),
     ],
 )
 def test_each_rule_applies_to_its_case_only(rule: str, changes: dict) -> None:
@@ -142,7 +144,7 @@ def test_advice_names_the_axes_and_the_unit_of_the_plan() -> None:
     pipeline = "dp 2, tp 1, pp 4, ZeRO 1, micro-batch 8 x 1, gpipe"
     facts = replace(GOOD, host=replace(GOOD.host, plan=pipeline, tokens_per_s=None))
     assert data_parallel(facts).advice == f"use the whole host, not by data parallelism alone: {pipeline}"
-    assert "a sample costs" in stay_on_one(facts).figures
+    assert "a sample costs" in stay_small(facts).figures
 
 
 def test_fewer_devices_that_may_be_as_fast_are_told_first_with_both_times() -> None:
@@ -160,9 +162,30 @@ def test_fewer_devices_that_may_be_as_fast_are_told_first_with_both_times() -> N
     assert told(1.28)[0] == "use the whole host by data parallelism"
     # 1000 steps of 1.27 s miss a deadline that the host meets
     assert told(1.27, deadline_s=1100.0)[0] == "use the whole host by data parallelism"
+    assert told(8.0, between=(_row(1, 2, compute_s=1.2),))[0] == "take 2 devices: perhaps as fast as 8 devices"
     half = told(8.0, half=_row(1, 4, compute_s=1.2))
     assert half[0] == "take 4 devices: perhaps as fast as 8 devices"
     assert "take 4 devices, or a larger batch: 8 may be no faster, in one host too" in half
+
+
+def test_the_fewest_devices_that_meet_a_deadline_are_advised_and_not_the_whole_host_beside_them() -> None:
+    def advised(**changes) -> list[str]:
+        facts = replace(GOOD, **changes)
+        return [rule(facts).advice for rule in RULES if rule(facts).applies]
+
+    # 1000 steps take 8000 s on one device, 4020 s on two, 2020 s on four and 1020 s on all eight
+    whole = "use the whole host by data parallelism"
+    assert advised(deadline_s=8001.0)[0] == "stay on one device" and whole not in advised(deadline_s=8001.0)
+    two = advised(deadline_s=5000.0)
+    assert two[0] == "take 2 devices: fewer miss the deadline, or do not hold it" and whole not in two
+    assert advised(deadline_s=1100.0)[0] == whole
+
+
+def test_failures_are_those_of_the_hosts_that_are_advised() -> None:
+    # 512 devices are 51 times as fast as 8: a token costs 1.25 times as much, so two hosts are advised
+    many = replace(GOOD, hosts=(*ROWS, _row(64, 512, compute_s=0.02)))
+    assert not failures_first(many).applies and "16 devices: a failure" in failures_first(many).figures
+    assert failures_first(replace(many, deadline_s=30.0)).applies  # which only they meet
 
 
 def test_figures_by_hand() -> None:
@@ -204,11 +227,11 @@ def test_rules_never_fail_without_plans() -> None:
     assert leave_the_host(nothing).applies
 
 
-@pytest.mark.parametrize(("n_done", "n_rows"), [(2, 2), (5, 5)])
+@pytest.mark.parametrize(("n_done", "n_rows"), [(2, 2), (6, 6)])
 def test_an_interrupt_keeps_the_rows_found(
     n_done: int, n_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    # one device, 4 and 2 x 4 of them, one and two hosts; then the host with larger batches, which the network starves
+    # 1, 2, 4 and 2 x 4 devices, one and two hosts; then the host with larger batches, which the network starves
     solve, solved = sweeping.solve_point, []
 
     def interrupted(problem, **given):
