@@ -136,8 +136,9 @@ def rule_command(
     from autoplan.checks.options import parse_overrides
 
     arguments = parse_overrides(overrides)
-    with told_while_tracing(model), stdout_kept_clean():
-        text = api.discover_rules(model, overrides=arguments, ops=ops, rules=rules)
+    with stdout_kept_clean():
+        told = told_while_tracing(model)
+        text = api.discover_rules(model, overrides=arguments, ops=ops, rules=rules, while_tracing=told)
     print_result(json_text({"rules": text}) if output_format == "json" else text)
 
 
