@@ -255,6 +255,8 @@ def test_advise_from_the_command_line(capsys) -> None:
     arguments += ["--fix", "tp=1,pp=1"]
     assert cli.run([*arguments, "--samples", "1e6", "--deadline", "30d", "--jobs", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    documented = (Path(GPT).parent.parent / "docs" / "what_to_buy.md").read_text()
+    assert [name for name in (*found, *found["rules"][0]) if f"`{name}`" not in documented] == ["schema_version"]
     assert len(found["rules"]) == len(RULES) and "stay on one device" in found["verdict"]
     assert cli.run([*arguments, "--samples", "1e6", "--jobs", "1"]) == 0
     text = capsys.readouterr().out

@@ -179,6 +179,8 @@ def test_recommend_from_the_command_line(capsys) -> None:
     arguments += ["--fix", "tp=1"]
     assert cli.run([*arguments, "--deadline", "1d", "--max-hosts", "2", "--jobs", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    documented = (Path(__file__).parent.parent / "docs" / "what_to_buy.md").read_text()
+    assert [name for name in (*found, *found["swings"][0]) if f"`{name}`" not in documented] == ["schema_version"]
     best = found["best"]["hardware"]
     assert found["best"]["n_hosts"] == 1 and found["best"]["train_s"] <= 86_400
     hw = ("dgx_a100_x8", "dgx_h100_x8")

@@ -146,8 +146,8 @@ def _without_idle_hosts(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     return tuple(row for row in rows if not row.n_idle_hosts)
 
 
-def _by_condition(rows: Sequence[WhatIfRow]) -> dict[str, list[WhatIfRow]]:
-    found: dict[str, list[WhatIfRow]] = {}
+def _by_condition(rows: Sequence[WhatIfRow]) -> dict[str | None, list[WhatIfRow]]:
+    found: dict[str | None, list[WhatIfRow]] = {}
     for row in rows:
         found.setdefault(row.condition, []).append(row)
     return found
@@ -340,7 +340,7 @@ def _again(
     met = limit.ranked(priced)
     missed = sorted((row for row in priced if not limit.is_met(row)), key=lambda row: limit.excess(row) or 0.0)
     promising = [*met[: 1 + N_ALTERNATIVES], *missed[: 1 if met else 2]]
-    found: dict[tuple[str, int, str], WhatIfRow] = {}
+    found: dict[tuple[str, int, str | None], WhatIfRow] = {}
     is_interrupted = False
     for row in promising:
         one = replace(question, hw=(row.hardware,), hosts=(row.n_hosts,))
