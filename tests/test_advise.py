@@ -188,6 +188,15 @@ def test_failures_are_those_of_the_hosts_that_are_advised() -> None:
     assert failures_first(replace(many, deadline_s=30.0)).applies  # which only they meet
 
 
+def test_a_host_of_one_device_has_no_whole_to_use_and_no_second_device_inside() -> None:
+    one = _row(1, 1, compute_s=8.0)
+    alone = replace(GOOD, between=(), half=one, host=one, split=_row(2, 2, compute_s=7.0), hosts=(one,))
+    assert not data_parallel(alone).applies
+    said = not_over_two_hosts(alone)
+    assert said.advice == "do not add a second host for speed: take a faster network, or a larger batch"
+    assert said.figures == "+14% speed for 2 times the devices"
+
+
 def test_figures_by_hand() -> None:
     assert speed_up(ROWS[1], ROWS[0]) == pytest.approx(1.02 / 0.54, rel=1e-6)
     assert passes(ROWS, 0.10) is ROWS[2] and passes(ROWS, 0.9) is None

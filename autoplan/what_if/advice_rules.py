@@ -207,6 +207,7 @@ def data_parallel(facts: Facts) -> Advice:
     return Advice(
         "fits on one device, and the host's links are fast",
         _fits(facts.one)
+        and facts.host.n_devices > 1
         and share is not None
         and not is_starved(facts.host)
         and _fewer(facts, facts.host) is None
@@ -275,15 +276,20 @@ def not_over_two_hosts(facts: Facts) -> Advice:
     """The classic disappointment: the second host is slower than the first was."""
     gain = speed_up(facts.split, facts.half)
     n_half, n_all = facts.half.n_devices, facts.split.n_devices
-    fix = speed_up(facts.host, facts.half)
-    inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {_more(fix)}"
-    helps_inside = not as_fast_as(facts.half, than=facts.host)
+    fits_inside = facts.host.n_devices >= n_all
+    fix = speed_up(facts.host, facts.half) if facts.host.n_devices == n_all else None
+    inside = "" if fix is None else f"; {n_all} devices in one host: {_more(fix)}"
+    advice = f"take {count(n_half, 'device')}, or a larger batch: {n_all} may be no faster, in one host too"
+    if not fits_inside:
+        advice = "do not add a second host for speed: take a faster network, or a larger batch"
+    elif not as_fast_as(facts.half, than=facts.host):
+        advice = (
+            f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch"
+        )
     return Advice(
         f"{n_all} devices over two hosts instead of {n_half} in one",
         gain is not None and gain < 1.0 + MUCH,
-        f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch"
-        if helps_inside
-        else f"take {count(n_half, 'device')}, or a larger batch: {n_all} may be no faster, in one host too",
+        advice,
         "no plan"
         if gain is None
         else f"{_more(gain)} speed for {n_all / n_half:.0f} times the devices{_idle(facts.split)}{inside}",

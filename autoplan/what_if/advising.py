@@ -13,7 +13,7 @@ from datetime import date
 from typing import Any
 
 from autoplan.cost.parameters import element_bytes
-from autoplan.errors import InputError
+from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import is_cluster_file, load_hardware
@@ -72,12 +72,12 @@ def look(
 ) -> Facts | tuple[WhatIfRow, ...]:
     """Search everything that the rules need; after an interrupt, the rows found until then.
 
-    Raises: InputError for more than one kind of host.
+    Raises: UsageError for more than one kind of host.
     """
     name = question.hw[0]
     hardware = load_hardware(name, n_hosts=2)  # with the network between them
     if not isinstance(hardware, HardwareProfile) or len(question.hw) > 1:
-        raise InputError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
+        raise UsageError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
     n_devices = hardware.n_devices_per_host
     batch = (question.global_batches or (default_global_batch(n_devices),))[0]
     powers = [2**k for k in range(21)]
