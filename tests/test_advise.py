@@ -74,6 +74,7 @@ GOOD = Facts(
     layer_bytes=GiB,
     layer="blocks.0",
     deadline_s=None,
+    can_compile=True,
 )
 
 
@@ -140,6 +141,12 @@ def test_a_device_that_waits_for_its_host_is_offered_what_its_plan_lacks(plan: s
     assert said(_row(1, 8, compute_s=8.0, launch_s=2.0)) == f"keep devices busy first: {fewer}{advice}"
 
 
+def test_where_nothing_can_be_compiled_that_is_not_advised() -> None:
+    row = replace(_row(1, 1, compute_s=8.0, launch_s=2.0), plan="dp 1, tp 1, pp 1, ZeRO 0, micro-batch 8 x 1")
+    said = busy_first(replace(GOOD, one=row, can_compile=False)).advice
+    assert said == f"keep devices busy first: a larger batch {PYTHON}in the passes, in the optimizer and between steps"
+
+
 def test_advice_names_the_axes_and_the_unit_of_the_plan() -> None:
     pipeline = "dp 2, tp 1, pp 4, ZeRO 1, micro-batch 8 x 1, gpipe"
     facts = replace(GOOD, host=replace(GOOD.host, plan=pipeline, tokens_per_s=None))
@@ -160,6 +167,8 @@ def test_fewer_devices_that_may_be_as_fast_are_told_first_with_both_times() -> N
     assert not any("whole host" in text for text in as_fast)
     assert told(1.27)[0] == "take 1 device: perhaps as fast as 8 devices"
     assert told(1.28)[0] == "use the whole host by data parallelism"
+    one = told(1.0, half=_row(1, 4, compute_s=1.1))
+    assert "take 1 device, or a larger batch: 8 may be no faster, in one host too" in one
     # 1000 steps of 1.27 s miss a deadline that the host meets
     assert told(1.27, deadline_s=1100.0)[0] == "use the whole host by data parallelism"
     assert told(8.0, between=(_row(1, 2, compute_s=1.2),))[0] == "take 2 devices: perhaps as fast as 8 devices"
@@ -272,6 +281,17 @@ def test_advise_from_the_command_line(capsys) -> None:
     assert text.startswith("Advice\n 1. ") and "8 devices over two hosts instead of 4 in one" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "is not so\n" in text and "- one layer does not fit" in text
+
+
+def test_models_that_branch_on_data_and_rules_of_ones_own_are_advised_on(tmp_path: Path, capsys) -> None:
+    model = str(Path(__file__).parent / "families" / "data_dependent.py")
+    arguments = ["advise", model, "--hw", "dgx_a100_x8/2", "--max-hosts", "1", "--jobs", "1"]
+    assert cli.run(arguments) == 4
+    assert cli.run([*arguments, "--module-level"]) == 0
+    assert "compiled" not in capsys.readouterr().out
+    assert cli.run([*arguments, "--rules", str(tmp_path / "none.py")]) == 3
+    buy = ["recommend", model, "--among", "dgx_a100_x8", "--max-hosts", "1", "--samples", "1e6", "--deadline", "1d"]
+    assert cli.run([*buy, "--jobs", "1", "--module-level"]) == 0
 
 
 def test_groups_of_a_mixed_cluster_train_together_where_that_is_faster() -> None:

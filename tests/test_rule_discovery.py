@@ -135,6 +135,12 @@ def test_a_file_of_rules_that_cannot_be_used_is_an_input_error(tmp_path, text, m
         load_rules([str(file)])
 
 
+def test_an_operator_named_twice_has_one_rule_and_a_model_that_needs_none_is_told_so(capsys) -> None:
+    assert api.discover_rules(MODEL, ops=[SOFT_CAP, SOFT_CAP]).count(SOFT_CAP) == 1
+    assert "# every operator of the model has a rule" in api.discover_rules("examples/mlp.py")
+    assert run(["rule", "examples/mlp.py", "--op", "aten.nothing.default"]) == 2
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -30,6 +30,7 @@ class Facts:
         batches: (global batch, row) of the whole host with larger batches, until these feed all devices.
         state_bytes: weights, gradients and optimizer state on a device that shares nothing.
         layer_bytes: likewise of the largest segment.
+        can_compile: whether blocks may be compiled at all; at module level they may not.
     """
 
     hardware: HardwareProfile
@@ -44,6 +45,7 @@ class Facts:
     layer_bytes: int
     layer: str
     deadline_s: float | None
+    can_compile: bool
 
     @property
     def in_a_host(self) -> tuple[WhatIfRow, ...]:

@@ -119,18 +119,18 @@ def busy_first(facts: Facts) -> Advice:
     return Advice(
         "the device waits for its host to launch kernels",
         waiting > LITTLE,
-        f"keep devices busy first: {_busier(row)}",
+        f"keep devices busy first: {_busier(row, can_compile=facts.can_compile)}",
         f"{waiting:.0%} of the time waits for launches" + (f" on {count(row.n_devices, 'device')}" if row else ""),
     )
 
 
-def _busier(row: WhatIfRow | None) -> str:
+def _busier(row: WhatIfRow | None, *, can_compile: bool) -> str:
     """What shortens the wait for launches and is not in the plan; kernels of a CUDA graph are not waited for."""
     plan = row.plan or "" if row else ""
     is_captured, has_one_micro_batch = CAPTURED in plan, set(re.findall(r"\d+ x (\d+)", plan)) == {"1"}
     remedies = [
         *["larger micro-batches"] * (not has_one_micro_batch),
-        *["compiled blocks (measure with autoplan profile --compile both)"] * (COMPILED not in plan),
+        *["compiled blocks (measure with autoplan profile --compile both)"] * (can_compile and COMPILED not in plan),
     ]
     if remedies and not is_captured:
         return ", ".join(remedies)
@@ -279,7 +279,8 @@ def not_over_two_hosts(facts: Facts) -> Advice:
     fits_inside = facts.host.n_devices >= n_all
     fix = speed_up(facts.host, facts.half) if facts.host.n_devices == n_all else None
     inside = "" if fix is None else f"; {n_all} devices in one host: {_more(fix)}"
-    advice = f"take {count(n_half, 'device')}, or a larger batch: {n_all} may be no faster, in one host too"
+    n_enough = (_fewer(facts, facts.host) or facts.half).n_devices
+    advice = f"take {count(n_enough, 'device')}, or a larger batch: {n_all} may be no faster, in one host too"
     if not fits_inside:
         advice = "do not add a second host for speed: take a faster network, or a larger batch"
     elif not as_fast_as(facts.half, than=facts.host):

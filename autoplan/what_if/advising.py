@@ -111,6 +111,7 @@ def look(
         layer_bytes=layer_bytes,
         layer=layer,
         deadline_s=deadline_s,
+        can_compile=not graph.is_module_level,
     )
 
 
