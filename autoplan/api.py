@@ -73,16 +73,25 @@ def estimate(
 
 
 def discover_rules(
-    model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
+    model: str | Path,
+    *,
+    overrides: Overrides | None = None,
+    ops: Sequence[str] = (),
+    rules: Sequence[str] = (),
+    while_tracing: AbstractContextManager[object] | None = None,
 ) -> str:
     """A file of rules for these ops of the model, or for all that have none, found by trial."""
+    from autoplan.analysis.model_flops import ops_without_rule
+    from autoplan.rules import load_rules
+
+    load_rules(rules)
     path, overrides = model_file(model, overrides or {})
 
-    from autoplan.analysis.model_flops import ops_without_rule
     from autoplan.tensor_parallel import rule_discovery
     from autoplan.tracing import trace  # which takes seconds, only now
 
-    graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its operators
+    with while_tracing or nullcontext():
+        graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its ops
     targets = ops or ops_without_rule(graph, rule_files=rules)
     return rule_discovery.rules_text(rule_discovery.discover_rules(graph, targets))
 

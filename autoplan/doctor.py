@@ -20,11 +20,11 @@ Run = Callable[[tuple[str, ...]], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the diagnosis; `fix` is empty when nothing is missing."""
+    """One line of the diagnosis; `fix` is None when nothing is missing."""
 
     name: str
     found: str
-    fix: str = ""
+    fix: str | None = None
 
 
 def run_command(command: tuple[str, ...]) -> str | None:
@@ -92,4 +92,4 @@ def _links(run: Run) -> Finding:
 
 def _torchrun() -> Finding:
     path = shutil.which(str(Path(sys.executable).with_name("torchrun"))) or shutil.which("torchrun")
-    return Finding("torchrun", path or "not on PATH", "" if path else "use python -m torch.distributed.run")
+    return Finding("torchrun", path or "not on PATH", None if path else "use python -m torch.distributed.run")

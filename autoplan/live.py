@@ -21,6 +21,7 @@ from autoplan.hardware import HardwareProfile, load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
 from autoplan.planning.problem import Overrides, checked, default_global_batch, trace_model
+from autoplan.rules import load_rules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -93,6 +94,7 @@ def parallelize(
     device_type = device_type or runtime.default_device_type()
     chosen = checked(options_of(options))
     hardware = load_hardware_profile(hw, n_hosts=hosts)
+    load_rules(chosen.rules)
     graph = trace(module, example_batch, loss_fn=loss_fn, module_level=chosen.module_level)
     runtime.join_process_group(device_type)
     n_processes = runtime.world_size()
@@ -121,7 +123,6 @@ def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) 
     from autoplan import runtime
     from autoplan.codegen import config_values
     from autoplan.codegen.parallel_model import parallel_model_text
-    from autoplan.rules import load_rules
 
     config = runtime.Config(**config_values(graph, plan))
     if not plan.mesh.needs_generated_model:

@@ -20,9 +20,10 @@ from autoplan.what_if.advice_rules import (
     RULES,
     busy_first,
     data_parallel,
+    failures_first,
     leave_the_host,
     not_over_two_hosts,
-    stay_on_one,
+    stay_small,
     stop_scaling,
 )
 from autoplan.what_if.advice_text import advice_text, worth_showing
@@ -63,6 +64,7 @@ ROWS = (
 GOOD = Facts(
     hardware=load_hardware_profile("dgx_a100_x8"),
     one=_row(1, 1, compute_s=8.0),
+    between=(_row(1, 2, compute_s=4.0, comm_s=0.02),),
     half=_row(1, 4, compute_s=2.0, comm_s=0.02),
     host=ROWS[0],
     split=_row(2, 8, compute_s=1.0, comm_s=0.03),
@@ -72,6 +74,7 @@ GOOD = Facts(
     layer_bytes=GiB,
     layer="blocks.0",
     deadline_s=None,
+    can_compile=True,
 )
 
 
@@ -85,14 +88,14 @@ GOOD = Facts(
         ("mend_links", {"hardware": load_hardware_profile("a100_pcie_x8")}),
         ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
         ("split_layers", {"layer_bytes": 100 * GiB}),
-        ("stay_on_one", {"deadline_s": 9000.0}),
+        ("stay_small", {"deadline_s": 9000.0}),
         ("raise_batch", {"host": _row(1, 8, compute_s=1.0, comm_s=0.5), "batches": ((16, ROWS[0]),)}),
         ("raise_batch", {"host": replace(ROWS[0], n_idle_devices=4)}),
         ("shard_state", {"one": NO_PLAN, "state_bytes": 100 * GiB}),
         ("drop_activations", {"one": NO_PLAN}),
         ("not_over_two_hosts", {"split": _row(2, 8, compute_s=1.0, comm_s=0.9)}),
         ("meet_deadline", {"deadline_s": 600.0}),
-        ("failures_first", {"hosts": (*ROWS, _row(64, 512, compute_s=0.02))}),
+        ("failures_first", {"hosts": (*ROWS, _row(64, 512, compute_s=0.016))}),
     ],
 )
 def test_each_rule_applies_to_its_case_only(rule: str, changes: dict) -> None:
@@ -138,11 +141,17 @@ def test_a_device_that_waits_for_its_host_is_offered_what_its_plan_lacks(plan: s
     assert said(_row(1, 8, compute_s=8.0, launch_s=2.0)) == f"keep devices busy first: {fewer}{advice}"
 
 
+def test_where_nothing_can_be_compiled_that_is_not_advised() -> None:
+    row = replace(_row(1, 1, compute_s=8.0, launch_s=2.0), plan="dp 1, tp 1, pp 1, ZeRO 0, micro-batch 8 x 1")
+    said = busy_first(replace(GOOD, one=row, can_compile=False)).advice
+    assert said == f"keep devices busy first: a larger batch {PYTHON}in the passes, in the optimizer and between steps"
+
+
 def test_advice_names_the_axes_and_the_unit_of_the_plan() -> None:
     pipeline = "dp 2, tp 1, pp 4, ZeRO 1, micro-batch 8 x 1, gpipe"
     facts = replace(GOOD, host=replace(GOOD.host, plan=pipeline, tokens_per_s=None))
     assert data_parallel(facts).advice == f"use the whole host, not by data parallelism alone: {pipeline}"
-    assert "a sample costs" in stay_on_one(facts).figures
+    assert "a sample costs" in stay_small(facts).figures
 
 
 def test_fewer_devices_that_may_be_as_fast_are_told_first_with_both_times() -> None:
@@ -158,11 +167,43 @@ def test_fewer_devices_that_may_be_as_fast_are_told_first_with_both_times() -> N
     assert not any("whole host" in text for text in as_fast)
     assert told(1.27)[0] == "take 1 device: perhaps as fast as 8 devices"
     assert told(1.28)[0] == "use the whole host by data parallelism"
+    one = told(1.0, half=_row(1, 4, compute_s=1.1))
+    assert "take 1 device, or a larger batch: 8 may be no faster, in one host too" in one
     # 1000 steps of 1.27 s miss a deadline that the host meets
     assert told(1.27, deadline_s=1100.0)[0] == "use the whole host by data parallelism"
+    assert told(8.0, between=(_row(1, 2, compute_s=1.2),))[0] == "take 2 devices: perhaps as fast as 8 devices"
     half = told(8.0, half=_row(1, 4, compute_s=1.2))
     assert half[0] == "take 4 devices: perhaps as fast as 8 devices"
     assert "take 4 devices, or a larger batch: 8 may be no faster, in one host too" in half
+
+
+def test_the_fewest_devices_that_meet_a_deadline_are_advised_and_not_the_whole_host_beside_them() -> None:
+    def advised(**changes) -> list[str]:
+        facts = replace(GOOD, **changes)
+        return [rule(facts).advice for rule in RULES if rule(facts).applies]
+
+    # 1000 steps take 8000 s on one device, 4020 s on two, 2020 s on four and 1020 s on all eight
+    whole = "use the whole host by data parallelism"
+    assert advised(deadline_s=8001.0)[0] == "stay on one device" and whole not in advised(deadline_s=8001.0)
+    two = advised(deadline_s=5000.0)
+    assert two[0] == "take 2 devices: fewer miss the deadline, or do not hold it" and whole not in two
+    assert advised(deadline_s=1100.0)[0] == whole
+
+
+def test_failures_are_those_of_the_hosts_that_are_advised() -> None:
+    # 512 devices are 51 times as fast as 8: a token costs 1.25 times as much, so two hosts are advised
+    many = replace(GOOD, hosts=(*ROWS, _row(64, 512, compute_s=0.02)))
+    assert not failures_first(many).applies and "16 devices: a failure" in failures_first(many).figures
+    assert failures_first(replace(many, deadline_s=30.0)).applies  # which only they meet
+
+
+def test_a_host_of_one_device_has_no_whole_to_use_and_no_second_device_inside() -> None:
+    one = _row(1, 1, compute_s=8.0)
+    alone = replace(GOOD, between=(), half=one, host=one, split=_row(2, 2, compute_s=7.0), hosts=(one,))
+    assert not data_parallel(alone).applies
+    said = not_over_two_hosts(alone)
+    assert said.advice == "do not add a second host for speed: take a faster network, or a larger batch"
+    assert said.figures == "+14% speed for 2 times the devices"
 
 
 def test_figures_by_hand() -> None:
@@ -204,11 +245,11 @@ def test_rules_never_fail_without_plans() -> None:
     assert leave_the_host(nothing).applies
 
 
-@pytest.mark.parametrize(("n_done", "n_rows"), [(2, 2), (5, 5)])
+@pytest.mark.parametrize(("n_done", "n_rows"), [(2, 2), (6, 6)])
 def test_an_interrupt_keeps_the_rows_found(
     n_done: int, n_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    # one device, 4 and 2 x 4 of them, one and two hosts; then the host with larger batches, which the network starves
+    # 1, 2, 4 and 2 x 4 devices, one and two hosts; then the host with larger batches, which the network starves
     solve, solved = sweeping.solve_point, []
 
     def interrupted(problem, **given):
@@ -232,12 +273,25 @@ def test_advise_from_the_command_line(capsys) -> None:
     arguments += ["--fix", "tp=1,pp=1"]
     assert cli.run([*arguments, "--samples", "1e6", "--deadline", "30d", "--jobs", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    documented = (Path(GPT).parent.parent / "docs" / "what_to_buy.md").read_text()
+    assert [name for name in (*found, *found["rules"][0]) if f"`{name}`" not in documented] == ["schema_version"]
     assert len(found["rules"]) == len(RULES) and "stay on one device" in found["verdict"]
     assert cli.run([*arguments, "--samples", "1e6", "--jobs", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Advice\n 1. ") and "8 devices over two hosts instead of 4 in one" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "is not so\n" in text and "- one layer does not fit" in text
+
+
+def test_models_that_branch_on_data_and_rules_of_ones_own_are_advised_on(tmp_path: Path, capsys) -> None:
+    model = str(Path(__file__).parent / "families" / "data_dependent.py")
+    arguments = ["advise", model, "--hw", "dgx_a100_x8/2", "--max-hosts", "1", "--jobs", "1"]
+    assert cli.run(arguments) == 4
+    assert cli.run([*arguments, "--module-level"]) == 0
+    assert "compiled" not in capsys.readouterr().out
+    assert cli.run([*arguments, "--rules", str(tmp_path / "none.py")]) == 3
+    buy = ["recommend", model, "--among", "dgx_a100_x8", "--max-hosts", "1", "--samples", "1e6", "--deadline", "1d"]
+    assert cli.run([*buy, "--jobs", "1", "--module-level"]) == 0
 
 
 def test_groups_of_a_mixed_cluster_train_together_where_that_is_faster() -> None:

@@ -246,11 +246,13 @@ def test_estimate_refuses_a_plan_file_without_a_plan_and_fix_beside_a_plan(
 
 
 def test_every_json_answer_starts_with_the_schema_version(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    found = verify.Verification(1, 1, True, 1.0, None, None, "", (), {})
+    found = verify.Verification(1, 1, True, 1.0, None, None, "toy", (), {})
     monkeypatch.setattr(verify, "verify_folder", lambda *_, **__: found)
     for arguments in (["hw", "list"], ["hw", "show", "dgx_a100_x8"], ["verify", "x"], ["doctor"]):
         assert cli.run([*arguments, "--format", "json"]) == 0
-        assert next(iter(json.loads(capsys.readouterr().out).items())) == ("schema_version", SCHEMA_VERSION)
+        text = capsys.readouterr().out
+        assert next(iter(json.loads(text).items())) == ("schema_version", SCHEMA_VERSION)
+        assert ': ""' not in text  # nothing is null
 
 
 def test_verify_says_that_it_runs_a_program_only_once_there_is_one(tmp_path, capsys) -> None:

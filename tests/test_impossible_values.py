@@ -144,6 +144,20 @@ def fp32_problem_and_plan():
     return replace(problem, options=replace(options, precision="bf16", fix=())), api.solve(problem).best.plan
 
 
+def test_a_given_plan_is_not_scored_with_another_batch_or_precision(tmp_path: Path, capsys) -> None:
+    model, of_plan = [str(CHECKOUT / MLP), "--hw", "dgx_a100_x8"], ["--plan", str(tmp_path / "plan")]
+    assert cli.run(["plan", *model, "--global-batch", "32", "--fix", "dp=8", "--out", str(tmp_path / "plan")]) == 0
+    assert cli.run(["estimate", *model, *of_plan]) == 0
+    assert "global batch 32, that of the plan" in capsys.readouterr().out
+    assert cli.run(["estimate", *model, *of_plan, "--global-batch", "32", "--precision", "bf16"]) == 0
+    for option, value, said in (
+        ("--global-batch", "64", "--global-batch: found 64\n  expected: 32, as the given plan has"),
+        ("--precision", "fp32", "--precision: found 'fp32'\n  expected: bf16, as the given plan has"),
+    ):
+        assert cli.run(["estimate", *model, *of_plan, option, value]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_mfu_of_a_given_plan_is_against_the_peak_of_its_precision(fp32_problem_and_plan) -> None:
     problem, plan = fp32_problem_and_plan
     peaks = dict(problem.hardware.device.peak_flops_per_s)

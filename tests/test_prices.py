@@ -86,6 +86,8 @@ def test_who_knows_best() -> None:
     assert usd(own=own, profile_usd=1.2) == pytest.approx(2.9)
     assert usd(profile_usd=1.2) == 1.2
     assert usd() == 2.0
+    within = rent_price("Toy", "on_demand", given_usd=None, own=None, shipped=shipped, profile_usd=1.2)
+    assert within.source == "hardware profile; the offers: toy market" and within.high_usd == 3.0
     assert rent_price("Other", "spot", given_usd=None, own=own, shipped=shipped, profile_usd=1.0) is None
 
 

@@ -11,6 +11,7 @@ from whatif_toys import TODAY, toy_result, toy_row
 
 import autoplan
 from autoplan import cli, load_hardware_profile
+from autoplan.errors import UsageError
 from autoplan.options import Options
 from autoplan.what_if import recommending
 from autoplan.what_if.answer_changes import FACTORS, Limit, much_cheaper, swing_cells, swings, varied
@@ -166,6 +167,16 @@ def test_texts_of_deadlines_and_budgets() -> None:
     assert parse_deadline("14d") == 14 * 86_400 and parse_deadline("36 h") == 36 * 3600
     assert parse_budget("100000") == parse_budget("100,000 USD") == 100_000.0
     assert Limit(36 * 3600, None).text() == "within 1.5 d"
+    for text in ("1k", "$100", "-5"):
+        with pytest.raises(UsageError, match=r"--budget: found .*\n.*above 0\n  fix: write --budget 100000"):
+            parse_budget(text)
+
+
+def test_hardware_that_cannot_train_the_model_says_why(capsys) -> None:
+    # a V100 has no bf16
+    arguments = ["recommend", GPT, "--set", "size=char", "--among", "v100_x8", "--price", "v100_x8=1"]
+    assert cli.run([*arguments, "--samples", "1e6", "--deadline", "1d", "--max-hosts", "2", "--jobs", "1"]) == 6
+    assert "v100_x8: 1, 2 hosts: --precision bf16" in " ".join(capsys.readouterr().out.split())
 
 
 def test_candidates_have_prices_and_whole_hosts() -> None:
@@ -179,6 +190,8 @@ def test_recommend_from_the_command_line(capsys) -> None:
     arguments += ["--fix", "tp=1"]
     assert cli.run([*arguments, "--deadline", "1d", "--max-hosts", "2", "--jobs", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    documented = (Path(__file__).parent.parent / "docs" / "what_to_buy.md").read_text()
+    assert [name for name in (*found, *found["swings"][0]) if f"`{name}`" not in documented] == ["schema_version"]
     best = found["best"]["hardware"]
     assert found["best"]["n_hosts"] == 1 and found["best"]["train_s"] <= 86_400
     hw = ("dgx_a100_x8", "dgx_h100_x8")

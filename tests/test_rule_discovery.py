@@ -9,7 +9,8 @@ from rule_calls import CALLS
 from test_rules import Calls, X, total
 from torch.nn import functional as F
 
-from autoplan import api
+import autoplan
+from autoplan import api, live
 from autoplan.cli import run
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
@@ -17,9 +18,12 @@ from autoplan.options import Options
 from autoplan.report.plan import plan_report
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.rule_discovery import discover_rules, rules_text
+from autoplan.tracing import trace as tracing
 from autoplan.tracing.trace import module_source, trace_model
+from autoplan.what_if import asking
 
 MODEL = Path(__file__).parent / "families" / "custom_op.py"
+ANY_BATCH = (torch.zeros(2, 4), torch.zeros(2, 4))
 SOFT_CAP = "families.soft_cap.default"
 RULE_FILE = f"""from autoplan.equations import broadcast_equation
 from autoplan.rules import OpRule
@@ -129,6 +133,27 @@ def test_a_file_of_rules_that_cannot_be_used_is_an_input_error(tmp_path, text, m
         file.write_text(text)
     with pytest.raises(InputError, match=message):
         load_rules([str(file)])
+
+
+def test_an_operator_named_twice_has_one_rule_and_a_model_that_needs_none_is_told_so(capsys) -> None:
+    assert api.discover_rules(MODEL, ops=[SOFT_CAP, SOFT_CAP]).count(SOFT_CAP) == 1
+    assert "# every operator of the model has a rule" in api.discover_rules("examples/mlp.py")
+    assert run(["rule", "examples/mlp.py", "--op", "aten.nothing.default"]) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rules: autoplan.whatif(MODEL, hw=("dgx_a100_x8",), rules=rules),
+        lambda rules: autoplan.parallelize(torch.nn.Linear(4, 4), ANY_BATCH, hw="dgx_a100_x8", rules=rules),
+        lambda rules: api.discover_rules(MODEL, rules=rules),
+    ],
+)
+def test_library_calls_refuse_a_file_of_rules_before_the_trace(call, monkeypatch) -> None:
+    for module, name in ((asking, "trace_model"), (live, "trace"), (tracing, "trace_model")):
+        monkeypatch.setattr(module, name, lambda *given, **options: pytest.fail("traced"))
+    with pytest.raises(InputError, match="no such file"):
+        call(("mine.py",))
 
 
 def test_the_report_says_how_to_add_a_rule() -> None:

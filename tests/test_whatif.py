@@ -168,7 +168,9 @@ def test_json_follows_the_published_schema(capsys) -> None:
     fields = schema["properties"]["rows"]["items"]["properties"]
     of_hosts = {name for name, own in fields.items() if "of whole hosts" in own.get("description", "")}
     assert of_hosts == {"device_hours", "cost_usd", "cost_usd_interval", "usd_per_billion_tokens", "own_cost_usd"}
+    assert all(own["description"] for own in (*fields.values(), *list(schema["properties"].values())[2:]))
     rows = [toy_row(n_samples=100), toy_row(result=toy_result(step_s=None, status="infeasible", detail="too big"))]
+    assert "" not in row_to_dict(rows[0]).values()  # nothing is null
     _check(json.loads(json.dumps(whatif_to_dict(toy_answer(*rows)), allow_nan=False)), schema)
     with pytest.raises(AssertionError):
         _check({**json.loads(json.dumps(whatif_to_dict(toy_answer(*rows)))), "rows": [{"hardware": 1}]}, schema)

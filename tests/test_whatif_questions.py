@@ -162,6 +162,10 @@ def test_bad_questions_name_the_field(tmp_path: Path, capsys, old: str, new: str
     assert field in error and "whatif.toml" in error and "Traceback" not in error
 
 
+A100 = ("whatif", MLP, "--hw", "dgx_a100_x8")
+MIXED = str(Path(MLP).parent / "a100_v100.toml")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -174,12 +178,18 @@ def test_bad_questions_name_the_field(tmp_path: Path, capsys, old: str, new: str
         ["whatif", "m.py", "--hw", "a", "--given", "reliability.restrat=5 min"],
         ["whatif", "m.py", "--hw", "a", "--hosts", ",".join(map(str, range(1, 12_000)))],
         ["whatif", "m.py", "--hw", "a", "--price", "b=2"],
+        [*A100, "--set", "width=8", "--sweep", "width=8,16"],
+        [*A100, "--set", "width=8", "--set", "width=16"],
+        [*A100, "--price", "dgx_a100_x8=1", "--price", "dgx_a100_x8=2"],
+        [*A100, "--rent", "spot", "--given", "money.rent=reserved"],
         ["recommend", MLP, "--deadline", "14d"],
         ["recommend", MLP, "--samples", "1e6", "--deadline", "14d", "--budget", "5"],
         ["recommend", MLP, "--samples", "1e6", "--deadline", "14"],
         ["recommend", MLP, "--samples", "1e6", "--budget", "0"],
         ["recommend", MLP, "--samples", "1e6", "--budget", "9", "--among", "rtx4090_x8"],  # no price
+        ["recommend", MLP, "--samples", "1e6", "--budget", "9", "--among", MIXED],
         ["advise", MLP],
+        ["advise", MLP, "--hw", "dgx_a100_x8,dgx_h100_x8"],
         ["advise", MLP, "--hw", "dgx_a100_x8", "--global-batch", "8,16"],
         ["recommend", MLP, "--samples", "1e6", "--budget", "9", "--precision", "bf16,fp32"],
         ["hw", "prices", "x.csv", "--date", "tomorrow"],

@@ -215,18 +215,26 @@ def _named_once(option: str, pairs: Iterable[tuple[str, object]]) -> tuple[tuple
     found: dict[str, str] = {}
     for given, value in pairs:
         name = _OTHER_NAMES.get(given, given)
-        if name in found:
-            twice = f"found twice ({found[name]} and {value})"
-            raise UsageError(f"{option} {name}: {twice}\n  expected: one value\n  fix: give it once")
+        _check_once(option, name, found, value)
         found[name] = str(value)
     return tuple(found.items())
 
 
+def _check_once(option: str, name: str, found: Mapping[str, object], value: object) -> None:
+    if name in found:
+        twice = f"found twice ({found[name]} and {value})"
+        raise UsageError(f"{option} {name}: {twice}\n  expected: one value\n  fix: give it once")
+
+
 def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """`key=value` texts as keyword arguments of build_model: Python literals where they are, else strings."""
+    """`key=value` texts as keyword arguments of build_model: Python literals where they are, else strings.
+
+    Raises: UsageError for what is no pair, and for the same key twice.
+    """
     overrides: dict[str, Any] = {}
     for text in texts:
         name, value = _split_pair("--set", text)
+        _check_once("--set", name, overrides, value)
         try:
             overrides[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -244,11 +252,12 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:
     """`NAME=USD` texts as US dollars per device-hour by the name of the hardware profile.
 
-    Raises: UsageError for what is no price.
+    Raises: UsageError for what is no price, and for the same name twice.
     """
     prices: dict[str, float] = {}
     for text in texts:
         name, value = _split_pair("--price", text)
+        _check_once("--price", name, prices, value)
         try:
             price = float(value)
         except ValueError:

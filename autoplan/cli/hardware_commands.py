@@ -197,7 +197,9 @@ def doctor_command(output_format: str) -> None:
     if output_format == "json":
         print_result(json_text({"findings": [asdict(item) for item in findings]}))
     else:
-        print_result(text_table(("", "found", "to fix"), [(item.name, item.found, item.fix) for item in findings]))
+        print_result(
+            text_table(("", "found", "to fix"), [(item.name, item.found, item.fix or "") for item in findings])
+        )
 
 
 def _counts(text: str, *, option: str) -> tuple[int, ...]:

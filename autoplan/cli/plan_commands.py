@@ -111,11 +111,22 @@ def estimate_command(
         raise InputError.of(
             str(plan_file), found=f"no plan ({given.result.status})", expected="a plan", fix="plan again, or use --fix"
         )
+    if given is not None:
+        _check_precision(given.best.plan.precision, options["precision"])
     with stdout_kept_clean():
         problem = _problem(model, overrides, hw=hw, hosts=hosts, options=_read_options(**options))
         answer = api.solve(problem) if given is None else api.score(problem, given.best.plan)
     print_answer(answer, plan_report, output_format)
     _check_status(answer, problem.options)
+
+
+def _check_precision(of_plan: str, asked: str) -> None:
+    """Refuse a --precision that was given and is not that of a given plan."""
+    source = click.get_current_context().get_parameter_source("precision")
+    if asked != of_plan and source != click.core.ParameterSource.DEFAULT:
+        raise UsageError.of(
+            "--precision", found=asked, expected=f"{of_plan}, as the given plan has", fix="leave it out, or plan again"
+        )
 
 
 @click.command("rule")
@@ -136,8 +147,9 @@ def rule_command(
     from autoplan.checks.options import parse_overrides
 
     arguments = parse_overrides(overrides)
-    with told_while_tracing(model), stdout_kept_clean():
-        text = api.discover_rules(model, overrides=arguments, ops=ops, rules=rules)
+    with stdout_kept_clean():
+        told = told_while_tracing(model)
+        text = api.discover_rules(model, overrides=arguments, ops=ops, rules=rules, while_tracing=told)
     print_result(json_text({"rules": text}) if output_format == "json" else text)
 
 

@@ -20,6 +20,7 @@ from .shared_options import (
     DEFAULTS,
     amount_options,
     fix_option,
+    module_level_option,
     money_options,
     output_option,
     page_options,
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Per point, of processor time. [quick: 1, or 15 where that finds no plan and for mixed clusters; full: 15]",
 )
-@click.option("--module-level", is_flag=True, help="As for plan.")
+@module_level_option
 @click.option("--schema", "asks_schema", is_flag=True, help="Print the JSON Schema of --format json.")
 @fix_option
 @amount_options
@@ -135,10 +136,12 @@ def whatif_command(
 @click.option("--max-hosts", type=click.IntRange(min=1), default=256, show_default=True, help="Most hosts to look at.")
 @click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [512 on every cluster]")
 @click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
+@module_level_option
 @fix_option
 @amount_options
 @money_options
 @sweep_options
+@rules_option
 @output_option
 def recommend_command(
     model: str,
@@ -146,7 +149,9 @@ def recommend_command(
     budget: str | None,
     hw: str | None,
     max_hosts: int,
+    module_level: bool,
     memory_confidence: float,
+    rules: tuple[str, ...],
     n_jobs: int | None,
     output_format: str,
     **flags: Any,
@@ -156,10 +161,9 @@ def recommend_command(
     from autoplan.what_if.recommending import candidates, parse_budget, parse_deadline, recommend
     from autoplan.what_if.sweep import default_n_jobs
 
+    options = Options(module_level=module_level, memory_confidence=memory_confidence, rules=rules)
     with stdout_kept_clean():
-        question = _question(
-            model, {**flags, "hw": hw or ",".join(candidates())}, Options(memory_confidence=memory_confidence)
-        )
+        question = _question(model, {**flags, "hw": hw or ",".join(candidates())}, options)
         deadline_s = None if deadline is None else parse_deadline(deadline)
         budget_usd = None if budget is None else parse_budget(budget)
         with told_while_tracing(model) as tell_points:
@@ -184,16 +188,20 @@ def recommend_command(
 @click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [8 per device of a host]")
 @click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
 @click.option("--deadline", metavar="14d", help="Latest acceptable time to train.")
+@module_level_option
 @fix_option
 @amount_options
 @money_options
 @sweep_options
+@rules_option
 @output_option
 def advise_command(
     model: str,
     deadline: str | None,
     max_hosts: int,
+    module_level: bool,
     memory_confidence: float,
+    rules: tuple[str, ...],
     n_jobs: int | None,
     output_format: str,
     **flags: Any,
@@ -204,7 +212,8 @@ def advise_command(
     from autoplan.what_if.recommending import parse_deadline
     from autoplan.what_if.sweep import default_n_jobs
 
-    question = _question(model, flags, Options(memory_confidence=memory_confidence))
+    options = Options(module_level=module_level, memory_confidence=memory_confidence, rules=rules)
+    question = _question(model, flags, options)
     deadline_s = None if deadline is None else parse_deadline(deadline)
     with stdout_kept_clean(), told_while_tracing(model) as tell_points:
         advice = advise(

@@ -133,6 +133,7 @@ sweep_options = combined(
     ),
     click.option("--jobs", "n_jobs", type=click.IntRange(min=1), help="Processes that search. [one per core]"),
 )
+module_level_option = click.option("--module-level", is_flag=True, help="As for plan.")
 fix_option = click.option(
     "--fix", multiple=True, metavar="NAME=VALUE,...", help="What every plan must have; as for plan."
 )

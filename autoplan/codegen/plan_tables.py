@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from autoplan.codegen.layout_text import statement
-from autoplan.codegen.text import INDENT, LINE_LENGTH, names_text, quoted, range_text, shard_text, tuple_text
+from autoplan.codegen.text import INDENT, LINE_LENGTH, indented, names_text, quoted, range_text, shard_text, tuple_text
 from autoplan.codegen.writer import Writer
 from autoplan.graph import COMPUTE, PerSample, Segment, TensorSpec
 from autoplan.layout import Layout, R, can_shard, local_spec, parse_layout
@@ -82,19 +82,28 @@ def _shards_text(writer: Writer) -> str:
         return f"{quoted(alias)}: {shard_text(layout, spec)}"
 
     def block_row(key: str, numbers: str, class_name: str) -> str:
-        return f"**{{{key}: part for i in {numbers} for name, part in {class_name}.SHARDS.items()}}"
+        return _unpacked("**{", f"{key}: part", numbers, f"name, part in {class_name}.SHARDS.items()", "}")
 
     return _lines_text("{}", _rows(writer, "S", row, block_row))
 
 
 def _partial_text(writer: Writer) -> str:
     def block_row(key: str, numbers: str, class_name: str) -> str:
-        return f"*({key} for i in {numbers} for name in {class_name}.PARTIAL_GRADIENTS)"
+        return _unpacked("*(", key, numbers, f"name in {class_name}.PARTIAL_GRADIENTS", ")")
 
     head = "PARTIAL_GRADIENTS: tuple[str, ...] = "
     rows = _rows(writer, "V", lambda alias, layout, spec: quoted(alias), block_row)
     is_short = len(rows) == 1 and len(f"{head}({rows[0]},)") <= LINE_LENGTH
     return f"{head}({rows[0]},)" if is_short else head + _lines_text("()", rows)
+
+
+def _unpacked(opening: str, item: str, numbers: str, of_block: str, closing: str) -> str:
+    """The row of all blocks of a class, a comprehension; over several lines where one is too short."""
+    parts = [item, f"for i in {numbers}", f"for {of_block}"]
+    row = f"{opening}{' '.join(parts)}{closing}"
+    if len(f"{INDENT}{row},") <= LINE_LENGTH:
+        return row
+    return "\n".join([opening, *indented(parts, 2), INDENT + closing])
 
 
 def _lines_text(brackets: str, rows: list[str]) -> str:

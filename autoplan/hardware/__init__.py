@@ -190,7 +190,7 @@ class HardwareProfile:
         sources: (field, source) pairs; "assumed: ..." where the figure was not measured on this hardware.
         values: (field, value) pairs of the same fields, as they are written in the file.
         n_hosts_joined: hosts that the links of a host join, where there are as many; 1 unless they leave the host.
-        other_network: the network that was chosen in place of the profile's default; empty where none was.
+        other_network: the network that was chosen in place of the profile's default; None where none was.
     """
 
     name: str
@@ -205,7 +205,7 @@ class HardwareProfile:
     sources: tuple[tuple[str, str], ...]
     values: tuple[tuple[str, str], ...] = ()
     n_hosts_joined: int = 1
-    other_network: str = ""
+    other_network: str | None = None
 
     @property
     def n_devices(self) -> int:

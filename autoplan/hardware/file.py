@@ -242,7 +242,7 @@ def build_hardware_profile(
     error = UsageError if network else InputError
     tiers = _network(table.get("network", {}), where, chosen, host, n_hosts, sources, error)
     price = host_figures.get("price_per_device_hour")
-    other_network = chosen if chosen != default_network else ""
+    other_network = chosen if chosen != default_network else None
     return HardwareProfile(
         name=_full_name(name, host, other_network),
         description=plain(table, where, "description", str, "one line for lists of profiles"),
@@ -307,10 +307,10 @@ def _n_joined(table: Any, label: str) -> int:
     return count
 
 
-def _full_name(name: str, host: HostShape, network: str) -> str:
+def _full_name(name: str, host: HostShape, network: str | None) -> str:
     """The name that loads the same profile again: `dgx_a100_x8/4+ethernet_10g`."""
     fragment = "" if host.n_used == host.n_devices else f"/{host.n_used}"
-    return f"{name}{fragment}{'+' if network else ''}{network}"
+    return f"{name}{fragment}+{network}" if network else f"{name}{fragment}"
 
 
 def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Device:

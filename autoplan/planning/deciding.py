@@ -89,14 +89,22 @@ def score(problem: Problem, plan: Plan) -> Answer:
     A plan of before, or of other versions of libraries, may have a CUDA graph of a model that waits for the device: it
     is judged as its program runs, without.
 
-    Raises: PlanMismatchError when the plan was made for another model or needs more devices; InputError naming the
-        field when it is impossible in itself.
+    Raises: UsageError for another global batch than the plan's; PlanMismatchError when the plan was made for another
+        model or needs more devices; InputError naming the field when it is impossible in itself.
     """
     from autoplan.checks.plan import check_plan
 
     if problem.graph.waits_at and not plan.mesh.needs_generated_model:
         plan = replace(plan, mesh=replace(plan.mesh, cuda_graph=False))
     check_plan(plan, problem.graph, problem.hardware, rule_files=problem.options.rules)
+    batch = problem.options.global_batch
+    if batch not in (None, plan.mesh.global_batch_size):
+        raise UsageError.of(
+            "--global-batch",
+            found=batch,
+            expected=f"{plan.mesh.global_batch_size}, as the given plan has",
+            fix="leave it out, or plan again with it",
+        )
     if problem.measured is not None and plan.precision != problem.options.precision:
         raise UsageError(
             f"--profile: read for {problem.options.precision}, the plan is in {plan.precision}\n"

@@ -261,7 +261,8 @@ def _heading(answer: Answer) -> str:
         f"{hosts}, {count(workload.n_devices, 'device')} ({workload.device})",
     ]
     if answer.result.best is not None and answer.request is not None and answer.request.options.global_batch is None:
-        lines.append(f"global batch {answer.best.plan.mesh.global_batch_size}, the default; see --global-batch")
+        source = "that of the plan" if answer.result.status == "given" else "the default; see --global-batch"
+        lines.append(f"global batch {answer.best.plan.mesh.global_batch_size}, {source}")
     return "\n".join([*lines, *_default_context(answer)])
 
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from itertools import product
 
 from autoplan.equations import broadcast_equation
-from autoplan.errors import InputError
+from autoplan.errors import UsageError
 from autoplan.graph import Op, OpGraph
 from autoplan.layout import P, V, sharded
 from autoplan.rules import Specs, Strategy, operand_names, parse_equation
 from autoplan.tensor_parallel.rule_trials import CannotTryError, Trial
 
 _LINE_LENGTH = 116
+NONE_WANTED = "# every operator of the model has a rule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +55,20 @@ class FoundRule:
 def discover_rules(graph: OpGraph, targets: Sequence[str]) -> tuple[FoundRule, ...]:
     """What can be split in each of these operators of the graph.
 
-    Raises: InputError for an operator that the graph does not call.
+    Raises: UsageError for an operator that the graph does not call.
     """
     called = dict.fromkeys(op.target for op in graph.ops)
     for target in targets:
         if target not in called:
-            raise InputError.of(
+            raise UsageError.of(
                 f"--op {target}", found="not called", expected=f"one of {', '.join(called)}", fix="use a name of these"
             )
-    return tuple(_discover(graph, target) for target in targets)
+    return tuple(_discover(graph, target) for target in dict.fromkeys(targets))
 
 
 def rules_text(found: Sequence[FoundRule]) -> str:
     """A file of rules: what `--rules` reads."""
-    entries = [line for rule in found for line in _entry_lines(rule)]
+    entries = [line for rule in found for line in _entry_lines(rule)] or [NONE_WANTED]
     needs_broadcast = any(rule.is_elementwise for rule in found)
     return "\n".join(
         [

@@ -25,14 +25,17 @@ class Facts:
 
     Attributes:
         one, half, host, split: one device, half of a host's, a whole host's, and as many as that over two hosts.
+        between: 2, 4, ... devices of a host, fewer than half of its.
         hosts: 1, 2, 4, ... whole hosts.
         batches: (global batch, row) of the whole host with larger batches, until these feed all devices.
         state_bytes: weights, gradients and optimizer state on a device that shares nothing.
         layer_bytes: likewise of the largest segment.
+        can_compile: whether blocks may be compiled at all; at module level they may not.
     """
 
     hardware: HardwareProfile
     one: WhatIfRow
+    between: tuple[WhatIfRow, ...]
     half: WhatIfRow
     host: WhatIfRow
     split: WhatIfRow
@@ -42,6 +45,12 @@ class Facts:
     layer_bytes: int
     layer: str
     deadline_s: float | None
+    can_compile: bool
+
+    @property
+    def in_a_host(self) -> tuple[WhatIfRow, ...]:
+        """Within one host, the fewest devices first."""
+        return (self.one, *self.between, self.half, self.host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def _fewer(facts: Facts, most: WhatIfRow) -> WhatIfRow | None:
     return next(
         (
             row
-            for row in (facts.one, facts.half, facts.host)
+            for row in facts.in_a_host
             if row.n_devices < most.n_devices
             and as_fast_as(row, than=most)
             and (_meets(facts, row) or not _meets(facts, most))
@@ -119,18 +119,18 @@ def busy_first(facts: Facts) -> Advice:
     return Advice(
         "the device waits for its host to launch kernels",
         waiting > LITTLE,
-        f"keep devices busy first: {_busier(row)}",
+        f"keep devices busy first: {_busier(row, can_compile=facts.can_compile)}",
         f"{waiting:.0%} of the time waits for launches" + (f" on {count(row.n_devices, 'device')}" if row else ""),
     )
 
 
-def _busier(row: WhatIfRow | None) -> str:
+def _busier(row: WhatIfRow | None, *, can_compile: bool) -> str:
     """What shortens the wait for launches and is not in the plan; kernels of a CUDA graph are not waited for."""
     plan = row.plan or "" if row else ""
     is_captured, has_one_micro_batch = CAPTURED in plan, set(re.findall(r"\d+ x (\d+)", plan)) == {"1"}
     remedies = [
         *["larger micro-batches"] * (not has_one_micro_batch),
-        *["compiled blocks (measure with autoplan profile --compile both)"] * (COMPILED not in plan),
+        *["compiled blocks (measure with autoplan profile --compile both)"] * (can_compile and COMPILED not in plan),
     ]
     if remedies and not is_captured:
         return ", ".join(remedies)
@@ -156,22 +156,32 @@ def mend_links(facts: Facts) -> Advice:
     )
 
 
-def stay_on_one(facts: Facts) -> Advice:
-    """It fits on one device, which is fast enough."""
+def stay_small(facts: Facts) -> Advice:
+    """It fits on one device, or on a part of the host, and that is fast enough."""
     share = efficiency(facts.host, facts.one)
     cost = (
         ""
         if share is None
         else f"; on {facts.host.n_devices} devices a {_unit(facts.host)} costs {1 / share:.2f} times as much"
     )
-    has_deadline = facts.deadline_s is not None
+    found = _enough(facts)
+    row = found or facts.one
+    devices = "one device" if row.n_devices == 1 else count(row.n_devices, "device")
     return Advice(
-        "fits on one device, and that is fast enough",
-        _fits(facts.one) and has_deadline and _meets(facts, facts.one),
-        "stay on one device",
-        (f"one device: {format_seconds(facts.one.step_s)} a step{cost}" if facts.one.step_s else "does not fit on one")
-        + ("" if has_deadline else "; no deadline was given"),
+        f"fits on {devices}, and that is fast enough",
+        found is not None,
+        "stay on one device" if row.n_devices == 1 else f"take {devices}: fewer miss the deadline, or do not hold it",
+        (f"{devices}: {format_seconds(row.step_s)} a step{cost}" if row.step_s else f"does not fit on {devices}")
+        + ("" if facts.deadline_s is not None else "; no deadline was given"),
     )
+
+
+def _enough(facts: Facts) -> WhatIfRow | None:
+    """The fewest devices, fewer than a host has, that meet the deadline; None without one."""
+    if facts.deadline_s is None:
+        return None
+    parts = (row for row in facts.in_a_host if row.n_devices < facts.host.n_devices)
+    return next((row for row in parts if _fits(row) and _meets(facts, row)), None)
 
 
 def raise_batch(facts: Facts) -> Advice:
@@ -196,7 +206,12 @@ def data_parallel(facts: Facts) -> Advice:
     share = efficiency(facts.host, facts.one)
     return Advice(
         "fits on one device, and the host's links are fast",
-        _fits(facts.one) and share is not None and not is_starved(facts.host) and _fewer(facts, facts.host) is None,
+        _fits(facts.one)
+        and facts.host.n_devices > 1
+        and share is not None
+        and not is_starved(facts.host)
+        and _fewer(facts, facts.host) is None
+        and _enough(facts) is None,
         "use the whole host by data parallelism"
         if not re.search(r"\b[tp]p (?!1\b)", facts.host.plan or "")
         else f"use the whole host, not by data parallelism alone: {facts.host.plan}",
@@ -261,15 +276,21 @@ def not_over_two_hosts(facts: Facts) -> Advice:
     """The classic disappointment: the second host is slower than the first was."""
     gain = speed_up(facts.split, facts.half)
     n_half, n_all = facts.half.n_devices, facts.split.n_devices
-    fix = speed_up(facts.host, facts.half)
-    inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {_more(fix)}"
-    helps_inside = not as_fast_as(facts.half, than=facts.host)
+    fits_inside = facts.host.n_devices >= n_all
+    fix = speed_up(facts.host, facts.half) if facts.host.n_devices == n_all else None
+    inside = "" if fix is None else f"; {n_all} devices in one host: {_more(fix)}"
+    n_enough = (_fewer(facts, facts.host) or facts.half).n_devices
+    advice = f"take {count(n_enough, 'device')}, or a larger batch: {n_all} may be no faster, in one host too"
+    if not fits_inside:
+        advice = "do not add a second host for speed: take a faster network, or a larger batch"
+    elif not as_fast_as(facts.half, than=facts.host):
+        advice = (
+            f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch"
+        )
     return Advice(
         f"{n_all} devices over two hosts instead of {n_half} in one",
         gain is not None and gain < 1.0 + MUCH,
-        f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch"
-        if helps_inside
-        else f"take {count(n_half, 'device')}, or a larger batch: {n_all} may be no faster, in one host too",
+        advice,
         "no plan"
         if gain is None
         else f"{_more(gain)} speed for {n_all / n_half:.0f} times the devices{_idle(facts.split)}{inside}",
@@ -278,7 +299,7 @@ def not_over_two_hosts(facts: Facts) -> Advice:
 
 def meet_deadline(facts: Facts) -> Advice:
     """One host is not fast enough."""
-    first = next((row for row in facts.hosts if _fits(row) and _meets(facts, row)), None)
+    first = _in_time(facts)
     found = "no number of hosts looked at is fast enough"
     if first is not None and first.train_s is not None:
         found = f"{count(first.n_hosts, 'host')}: {format_seconds(first.train_s)}"
@@ -290,6 +311,11 @@ def meet_deadline(facts: Facts) -> Advice:
         else f"take {first.n_hosts} hosts for the deadline",
         "no deadline was given" if facts.deadline_s is None else found,
     )
+
+
+def _in_time(facts: Facts) -> WhatIfRow | None:
+    """The fewest hosts that meet the deadline."""
+    return next((row for row in facts.hosts if _fits(row) and _meets(facts, row)), None)
 
 
 def add_hosts(facts: Facts) -> Advice:
@@ -331,9 +357,9 @@ def stop_scaling(facts: Facts) -> Advice:
 
 
 def failures_first(facts: Facts) -> Advice:
-    """Large or long runs fail."""
-    used = [item for item in facts.hosts if item.mtbf_s is not None and not item.n_idle_devices]
-    row = used[-1] if used else facts.hosts[0]
+    """Large or long runs fail; looked at on the most hosts that other rules may speak for."""
+    advised = [row for row in (stop_at(facts.hosts), _in_time(facts)) if row is not None]
+    row = max(advised, key=lambda row: row.n_devices, default=facts.hosts[0])
     is_large = row.n_devices > MANY_DEVICES or (row.train_s or 0.0) > LONG_S
     lost = sum(dict(row.shares).get(name, 0.0) for name in ("checkpoints", "failures", "no_spare"))
     return Advice(
@@ -369,7 +395,7 @@ RULES: tuple[Callable[[Facts], Advice], ...] = (
     mend_links,
     leave_the_host,
     split_layers,
-    stay_on_one,
+    stay_small,
     raise_batch,
     data_parallel,
     shard_state,

@@ -1,6 +1,6 @@
 """Advise: should this model go multi-device on these links, and how? Each rule is a claim with figures of its own.
 
-    one device -> half a host -> a host -> the same devices over two hosts -> 2, 4, 8, ... hosts       `look`
+    one device -> 2, 4, ... up to half a host -> a host -> the same devices over two hosts -> 2, 4, ... hosts   `look`
     Facts -> rules -> Advice, in the order of `RULES`; those that apply are the verdict
 
 All clusters train the same global batch (strong scaling), and every figure is of searched plans; see `advice_rules`.
@@ -13,7 +13,7 @@ from datetime import date
 from typing import Any
 
 from autoplan.cost.parameters import element_bytes
-from autoplan.errors import InputError
+from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import is_cluster_file, load_hardware
@@ -54,7 +54,7 @@ def advise(
         return AdviceAnswer(STOPPED, (), facts, is_interrupted=True)
     rules = tuple(rule(facts) for rule in RULES)
     applying = [item.advice for item in rules if item.applies]
-    rows = {repr(row): row for row in (facts.one, facts.half, facts.split, *facts.hosts)}
+    rows = {repr(row): row for row in (*facts.in_a_host, facts.split, *facts.hosts)}
     return AdviceAnswer("; ".join(applying) or NO_RULE, rules, tuple(rows.values()))
 
 
@@ -72,20 +72,19 @@ def look(
 ) -> Facts | tuple[WhatIfRow, ...]:
     """Search everything that the rules need; after an interrupt, the rows found until then.
 
-    Raises: InputError for more than one kind of host.
+    Raises: UsageError for more than one kind of host.
     """
     name = question.hw[0]
     hardware = load_hardware(name, n_hosts=2)  # with the network between them
     if not isinstance(hardware, HardwareProfile) or len(question.hw) > 1:
-        raise InputError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
+        raise UsageError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
     n_devices = hardware.n_devices_per_host
     batch = (question.global_batches or (default_global_batch(n_devices),))[0]
-    counts = [2**k for k in range(21) if 2**k <= max_hosts]
-    wanted = [
-        (fragment(name, 1), (1,)),
-        (fragment(name, max(1, n_devices // 2)), (1, 2)),
-        (name, tuple(counts)),
-    ]
+    powers = [2**k for k in range(21)]
+    counts = [count for count in powers if count <= max_hosts]
+    parts = [fragment(name, count) for count in powers if count == 1 or 2 * count < n_devices]
+    half = fragment(name, max(1, n_devices // 2))
+    wanted = [*((part, (1,)) for part in parts), (half, (1, 2)), (name, tuple(counts))]
     found: dict[tuple[str, int], WhatIfRow] = {}
     n_all = sum(len(hosts) for _, hosts in wanted)
     for hw, hosts in wanted:
@@ -94,7 +93,6 @@ def look(
         found.update({(hw, row.n_hosts): row for row in answer.rows if row.status != INTERRUPTED})
         if answer.sweep.is_interrupted:
             return tuple(found.values())
-    half = fragment(name, max(1, n_devices // 2))
     batches, is_interrupted = _larger_batches(question, found[name, 1], n_jobs=n_jobs, today=today)
     if is_interrupted:
         return (*found.values(), *(row for _, row in batches))
@@ -102,7 +100,8 @@ def look(
     layer, layer_bytes = _largest_segment(graph, question.precisions[0])
     return Facts(
         hardware=hardware,
-        one=found[wanted[0][0], 1],
+        one=found[parts[0], 1],
+        between=tuple(found[part, 1] for part in parts[1:]),
         half=found[half, 1],
         host=found[name, 1],
         split=found[half, 2],
@@ -112,6 +111,7 @@ def look(
         layer_bytes=layer_bytes,
         layer=layer,
         deadline_s=deadline_s,
+        can_compile=not graph.is_module_level,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
-from autoplan.errors import InputError
+from autoplan.errors import UsageError
 from autoplan.hardware.cluster import groups_alone, load_cluster
 from autoplan.plain_text import count
 from autoplan.planning.problem import default_global_batch
@@ -31,10 +31,10 @@ def advise_mixed(
 ) -> AdviceAnswer:
     """The groups together and each alone, on the same global batch.
 
-    Raises: InputError for other hardware beside the cluster.
+    Raises: UsageError for other hardware beside the cluster.
     """
     if len(question.hw) > 1:
-        raise InputError.of("--hw", found=", ".join(question.hw), expected="one cluster", fix="name one file")
+        raise UsageError.of("--hw", found=", ".join(question.hw), expected="one cluster", fix="name one file")
     file = question.hw[0]
     clusters = [(file, 1), *groups_alone(file)]
     batches = question.global_batches or (default_global_batch(load_cluster(file).n_devices),)

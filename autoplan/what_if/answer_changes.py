@@ -113,7 +113,7 @@ def varied(condition: Condition) -> tuple[Condition, ...]:
 
 
 def swings(
-    best: WhatIfRow, rows: Sequence[WhatIfRow], others: Mapping[str, Sequence[WhatIfRow]], limit: Limit
+    best: WhatIfRow, rows: Sequence[WhatIfRow], others: Mapping[str | None, Sequence[WhatIfRow]], limit: Limit
 ) -> tuple[Swing, ...]:
     """Of the price and the step of the best, and of what `others` holds: rows by the words of `varied`."""
     found = [

@@ -17,6 +17,7 @@ from autoplan.hardware.cluster import Cluster, Hardware, is_cluster_file, load_h
 from autoplan.hardware.file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.planning.problem import checked, default_global_batch, model_file, trace_model
+from autoplan.rules import load_rules
 from autoplan.space.mixed_space import check_mixed_options
 from autoplan.what_if.all_schedules import of_all_schedules
 from autoplan.what_if.other_links import changed
@@ -137,10 +138,10 @@ def clusters_of(hw: Sequence[str], hosts: Sequence[int]) -> tuple[tuple[str, int
 def trace_all(question: Question, models: Sequence[Overrides]) -> dict[str, OpGraph]:
     """The graph of the model under each set of arguments, by the `repr` of these.
 
-    Raises: UsageError for an option that is not possible, before the first trace, or when tokens are asked for and the
-        model reads none.
+    Raises: UsageError for an option that is not possible and InputError for a file of rules, before the first trace;
+        UsageError when tokens are asked for and the model reads none.
     """
-    checked(question.options)
+    load_rules(checked(question.options).rules)
     found = {}
     for overrides in models:
         path, arguments = model_file(question.model, dict(overrides))

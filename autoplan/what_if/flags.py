@@ -78,7 +78,17 @@ def flag_tables(flags: Flags) -> Table:
     }
     for text in flags.given:
         _put(found, text)
+    _check_swept(found["workload"])
     return found
+
+
+def _check_swept(workload: Table) -> None:
+    """Refuse an argument that has one value and several."""
+    for name in workload.get("sweep", {}):
+        if name in workload.get("set", {}):
+            raise UsageError.of(
+                f"--sweep {name}", found=f"--set {name} beside it", expected="one of them", fix="leave --set out"
+            )
 
 
 def keyword_tables(
@@ -158,6 +168,9 @@ def _put(tables: Table, text: str) -> None:
         inner = inner.setdefault(key, {})
         if not isinstance(inner, dict):
             raise UsageError(f"--given {path}: found a value above it\n  expected: TABLE.KEY=VALUE")
+    if keys[-1] in inner:
+        fix = "give it once, by its own flag or by --given"
+        raise UsageError.of(f"--given {path}", found="a value beside it", expected="one value", fix=fix)
     inner[keys[-1]] = _literal(value.strip())
 
 

@@ -39,13 +39,17 @@ FRESH_DAYS = 30
 PRICE = Quantity(units.USD_PER_HOUR_UNITS, 0.01, 40.0, "2.50 USD/h", "price of one device")
 POWER = Quantity({"W": 1.0, "kW": 1000.0}, 10.0, 5000.0, "700 W", "most power of one device")
 SCOPES = ("device", "host")
+PROFILE = "hardware profile"  # source of a price
 LIKE_SHIPPED = "write it as hardware_profiles/prices.toml has it"
 CATALOG_COLUMNS = ("AcceleratorName", "AcceleratorCount", "Price", "SpotPrice")
 
 
 @dataclass(frozen=True, slots=True)
 class PriceRange:
-    """Offers for an hour of one device; `usd` is what sums are made with, the middle unless an offer is known."""
+    """Offers for an hour of one device; `usd` is what sums are made with, the middle unless an offer is known.
+
+    `day` is that of the offers.
+    """
 
     usd: float
     low_usd: float
@@ -208,8 +212,9 @@ def rent_price(
     market = _known(shipped, device, kind)
     if profile_usd is not None and kind == "on_demand":
         if market is not None and market.low_usd <= profile_usd <= market.high_usd:
-            return PriceRange(profile_usd, market.low_usd, market.high_usd, market.source, market.day)
-        return PriceRange(profile_usd, profile_usd, profile_usd, "hardware profile")
+            source = f"{PROFILE}; the offers: {market.source}"
+            return PriceRange(profile_usd, market.low_usd, market.high_usd, source, market.day)
+        return PriceRange(profile_usd, profile_usd, profile_usd, PROFILE)
     return market
 
 

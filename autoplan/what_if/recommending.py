@@ -23,7 +23,7 @@ from datetime import date
 from autoplan.analysis.model_flops import flops_per_sample
 from autoplan.answers.answer import tokens_per_sample
 from autoplan.checks.options import parse_fix
-from autoplan.errors import InputError, UsageError
+from autoplan.errors import UsageError
 from autoplan.hardware import HardwareProfile, hardware_names, load_hardware_profile
 from autoplan.hardware.cluster import load_hardware
 from autoplan.plain_text import count
@@ -146,8 +146,8 @@ def _without_idle_hosts(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     return tuple(row for row in rows if not row.n_idle_hosts)
 
 
-def _by_condition(rows: Sequence[WhatIfRow]) -> dict[str, list[WhatIfRow]]:
-    found: dict[str, list[WhatIfRow]] = {}
+def _by_condition(rows: Sequence[WhatIfRow]) -> dict[str | None, list[WhatIfRow]]:
+    found: dict[str | None, list[WhatIfRow]] = {}
     for row in rows:
         found.setdefault(row.condition, []).append(row)
     return found
@@ -207,7 +207,9 @@ def parse_budget(text: str) -> float:
     try:
         return parse_quantity(text.replace(",", ""), {"": 1.0, "USD": 1.0})
     except ValueError as error:
-        raise UsageError(f"--budget: found {text!r}\n  expected: US dollars, such as 100000\n  fix: {error}") from None
+        raise UsageError.of(
+            "--budget", found=text, expected="US dollars, above 0", fix="write --budget 100000, for instance"
+        ) from error
 
 
 def _limit(deadline_s: float | None, budget_usd: float | None) -> Limit:
@@ -228,7 +230,7 @@ def _check_prices(question: Question, today: date) -> None:
     for name, _ in clusters_of(question.hw, (1,)):
         hardware = load_hardware(name)
         if not isinstance(hardware, HardwareProfile):
-            raise InputError.of(
+            raise UsageError.of(
                 "--among", found=name, expected="one kind of host", fix="compare it with autoplan whatif"
             )
         price = rent_price(
@@ -340,7 +342,7 @@ def _again(
     met = limit.ranked(priced)
     missed = sorted((row for row in priced if not limit.is_met(row)), key=lambda row: limit.excess(row) or 0.0)
     promising = [*met[: 1 + N_ALTERNATIVES], *missed[: 1 if met else 2]]
-    found: dict[tuple[str, int, str], WhatIfRow] = {}
+    found: dict[tuple[str, int, str | None], WhatIfRow] = {}
     is_interrupted = False
     for row in promising:
         one = replace(question, hw=(row.hardware,), hosts=(row.n_hosts,))
@@ -361,13 +363,14 @@ def _looked_at(
     """The host counts of each hardware, why some has none, and what was searched."""
     texts = []
     for name in question.hw:
-        counts = [str(row.n_hosts) for row in rows if row.hardware == name and row.status != INTERRUPTED]
+        own = [row for row in rows if row.hardware == name and row.status != INTERRUPTED]
+        counts = [str(row.n_hosts) for row in own]
         none = "not looked at"
         if limit.deadline_s is not None and not is_interrupted:
             none += f": the peak rate of {count(max_hosts, 'host')} does not meet the deadline"
-        texts.append(
-            f"{name}: {', '.join(counts)} {'host' if counts == ['1'] else 'hosts'}" if counts else f"{name}: {none}"
-        )
+        refused = "" if any(row.step_s for row in own) else next((f": {row.detail}" for row in own if row.detail), "")
+        hosts = "host" if counts == ["1"] else "hosts"
+        texts.append(f"{name}: {', '.join(counts)} {hosts}{refused}" if counts else f"{name}: {none}")
     how = f"{QUICK_PLANS}, each for a short time"
     again = "; the most promising again, of all plans" if question.search == "full" else "; --search full looks at more"
     return (*texts, how + again)

@@ -264,7 +264,7 @@ def _label(row: WhatIfRow, known: Rows) -> str:
 
 def _plans_text(rows: Sequence[WhatIfRow], *, width: int) -> str:
     """The plan of each point, or why it has none; conditions change no plan."""
-    bare = [replace(row, condition="") for row in rows]
+    bare = [replace(row, condition=None) for row in rows]
     known = Rows.of(bare)
     lines = [f"{_label(row, known)}: {row.plan or row.detail or row.status}{_idle(row)}{_room(row)}" for row in bare]
     return "\n".join(folded(line, width=width, indent=STACKED_INDENT) for line in dict.fromkeys(lines))

@@ -36,32 +36,7 @@ COMMUNICATION = ("exposed_tp", "exposed_dp", "exposed_pp")
 
 @dataclass(frozen=True, slots=True)
 class WhatIfRow:
-    """One point; every figure that is unknown, or that no plan gives, is None.
-
-    Attributes:
-        overrides: arguments of build_model, as `name=value` texts.
-        network_scale, host_link, n_nics: see `Point`.
-        condition: which of several money, reliability or loading values it is made with, in words.
-        status: of the search, "unusable" when the cluster cannot train the model as asked, or "interrupted".
-        detail: why there is no plan.
-        gap: share of the step that a better plan of the space searched might save.
-        fix: what `autoplan plan --fix` takes to get this plan.
-        n_idle_devices: devices that the plan leaves idle.
-        peak_bytes, memory_limit_bytes: of the pipeline rank with the least memory left.
-        chance_short_of_memory: with what chance the memory falls short; see `Options.memory_confidence`.
-        step_wall_s: step with stragglers and loading of data.
-        goodput: share of wall time in which the plan's steps run, without stragglers, loading, checkpoints, failures.
-        mtbf_s: mean time between failures of the cluster.
-        checkpoint_s, checkpoint_interval_steps: time of one, and steps between two.
-        shares: (loss, share of wall time) pairs in the order of `SHARES`, which sum to 1.
-        train_s: wall time to train on the samples or tokens asked for; the interval is that of the step.
-        device_hours: of all devices of the cluster and of spare hosts.
-        cost_usd: `device_hours` x the price of a device-hour; the interval is between the cheapest and dearest offer.
-        own_cost_usd: on hardware of one's own, energy included.
-        break_even_utilisation: above which share of hours owning is cheaper than renting.
-        power_kw, energy_kwh: of the cluster while it trains, and of the whole run.
-        warnings: sentences.
-    """
+    """One point; what is unknown, or what no plan gives, is None. `row_tables.MEANINGS` says what each field is."""
 
     hardware: str
     n_hosts: int
@@ -71,11 +46,11 @@ class WhatIfRow:
     precision: str = "bf16"
     overrides: tuple[str, ...] = ()
     network_scale: float = 1.0
-    host_link: str = ""
+    host_link: str | None = None
     n_nics: int | None = None
-    condition: str = ""
+    condition: str | None = None
     device: str = ""
-    detail: str = ""
+    detail: str | None = None
     gap: float | None = None
     plan: str | None = None
     fix: str | None = None
@@ -147,7 +122,7 @@ AXES = (
     Axis("network_scale", "network", lambda row: f"network x{row.network_scale:g}"),
     Axis("host_link", "links in a host", lambda row: row.host_link or "own links"),
     Axis("n_nics", "NICs", lambda row: "own NICs" if row.n_nics is None else count(row.n_nics, "NIC")),
-    Axis("condition", "condition", lambda row: row.condition),
+    Axis("condition", "condition", lambda row: row.condition or ""),
 )
 
 
@@ -227,11 +202,11 @@ def row_of(
         precision=point.precision,
         overrides=tuple(f"{name}={value}" for name, value in point.overrides),
         network_scale=point.network_scale,
-        host_link=point.host_link,
+        host_link=point.host_link or None,
         n_nics=point.n_nics,
-        condition=given.condition.words,
+        condition=given.condition.words or None,
         device=result.device,
-        detail=result.detail,
+        detail=result.detail or None,
     )
     if result.step_s is None:
         return row

@@ -19,6 +19,7 @@ FAMILIES = {
     "Qwen 3 (HF), normalized queries": "qwen_hf",
     "BERT (HF)": "bert_hf",
     "T5 (HF): encoder, decoder, shared bias": "t5_hf",
+    "nn.Transformer, causal and padding masks": "torch_transformer",
     "Mixtral (HF): mixture of experts": "mixtral_hf",
     "Mixture of experts": "mixture",
     "ViT (HF)": "vit_hf",

@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "writes_batch": ("../tests/distributed/writes_batch.py", {}),
     "crossing": ("../tests/distributed/crossing.py", {"width": 16, "depth": 6}),
     "siamese": ("../tests/distributed/siamese.py", {}),
-    "torch_transformer": ("../tests/distributed/torch_transformer.py", {}),
+    "torch_transformer": ("../tests/families/torch_transformer.py", {}),
     "returned": ("../tests/distributed/returned.py", {}),
     "odd_names": ("../tests/distributed/odd_names.py", {}),
     "in_batch": ("../tests/distributed/in_batch.py", {}),

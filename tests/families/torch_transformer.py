@@ -13,7 +13,7 @@ class Translator(nn.Module):
     def __init__(self, dropout):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=PAD)
-        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 2 * WIDTH, dropout, batch_first=True)
+        self.transformer = nn.Transformer(WIDTH, 4, 2, 2, 2 * WIDTH, dropout, batch_first=True)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(N_TOKENS))
 
