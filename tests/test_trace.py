@@ -59,6 +59,30 @@ def test_a_block_of_another_width_is_another_kind():
     assert kinds == [0, 1, 1, 2]  # the first reads the batch, which has no gradient
 
 
+class Shared(nn.Module):
+    """A layer that stands twice in one container, and in a container of containers."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.layers = nn.ModuleList([first, second, first])
+        self.groups = nn.ModuleList([nn.ModuleList([first]), nn.ModuleList([second])])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        for (layer,) in self.groups:
+            x = layer(x)
+        return x
+
+
+def test_a_block_that_stands_at_several_places_is_called_again_at_the_first():
+    source = module_source(Shared(), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss)
+    blocks = [segment for segment in trace_model(source).segments if segment.is_block]
+    assert {segment.module_path for segment in blocks} == {"layers.0", "layers.1"}
+    assert [name for segment in blocks for name in segment.parameters][:2] == ["layers.0.0.weight", "layers.0.0.bias"]
+
+
 def test_tied_weights_are_one_parameter_with_both_names(gpt):
     (tied,) = [p for p in gpt.parameters if len(p.aliases) > 1]
     assert tied.aliases == ("tokens.weight", "head.weight")
