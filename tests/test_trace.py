@@ -382,6 +382,29 @@ def test_samples_may_be_counted_by_an_operator():
     assert any((PerSample(1),) in op.args for op in trace_model(source).ops)
 
 
+def autocast_by_a_question(layer, x):
+    with torch.autocast(x.device.type, enabled=torch.is_autocast_enabled(x.device.type)):
+        return layer(x)
+
+
+def autocast_off(layer, x):
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        return layer(x)
+
+
+@pytest.mark.parametrize("call", [autocast_by_a_question, autocast_off])
+def test_autocast_for_the_device_of_a_tensor_is_traced(call):
+    class Calling(nn.Linear):
+        def forward(self, x):
+            return call(super().forward, x)
+
+    source = module_source(Calling(4, 4), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss)
+    graph = trace_model(source)
+    assert "aten.linear.default" in {op.target for op in graph.ops} and graph.dissolved == ()
+    with pytest.raises(RuntimeError):
+        torch.autocast("meta")
+
+
 def test_a_tensor_made_on_another_device_is_told_where_to_be_made(tmp_path):
     path = write(tmp_path, model_text("return super().forward(x) + torch.zeros(4, device='cpu')") + LOSS)
     with pytest.raises(TraceError, match=r"at .*\.py:5: return (.|\n)*fix: make this tensor with device=x.device"):
