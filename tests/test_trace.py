@@ -405,6 +405,12 @@ def test_autocast_for_the_device_of_a_tensor_is_traced(call):
         torch.autocast("meta")
 
 
+def test_a_forward_that_meta_tensors_alone_fail_is_told_of_modules(tmp_path):
+    path = write(tmp_path, model_text("return nn.utils.rnn.pack_sequence([*super().forward(x)]).data") + LOSS)
+    with pytest.raises(TraceError, match=r"model.py:5: .*(\n.*)+where nothing does, use --module-level"):
+        trace_model(model_source(path, {}))
+
+
 def test_a_tensor_made_on_another_device_is_told_where_to_be_made(tmp_path):
     path = write(tmp_path, model_text("return super().forward(x) + torch.zeros(4, device='cpu')") + LOSS)
     with pytest.raises(TraceError, match=r"at .*\.py:5: return (.|\n)*fix: make this tensor with device=x.device"):
