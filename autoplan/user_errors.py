@@ -275,8 +275,9 @@ _FAILURES = (
     ),
     _Failure(
         "",
-        "a forward that runs on the batch of make_batch",
-        "call the model on one batch yourself, outside of autoplan, and mend what fails there",
+        "a forward that runs on the batch of make_batch, on meta tensors too",
+        "call the model on one batch yourself, outside of autoplan, and mend what fails there; where nothing does, use"
+        " --module-level, which runs forward as it is, without tensor and pipeline parallelism",
     ),
 )
 

@@ -27,6 +27,7 @@ TORCH_PLACES = (
         f"autoplan/tracing/{name}.py"
         for name in (
             "known_branches",
+            "meta_autocast",
             "refused_writes",
             "second_run",
             "shapes_by_values",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoplan.analysis.model_flops import flops_per_sample
-from autoplan.tracing.trace import example_batch, model_source, trace_model
+from autoplan.tracing.trace import example_batch, model_source, module_source, trace_model
 from autoplan.units import format_share
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +69,15 @@ def test_a_frozen_weight_has_no_gradient_to_compute(tmp_path: Path) -> None:
     )
     # 2 x 8 x 8 FLOPs each: the first without the gradient of its input, the second without that of its weight
     assert flops_per_sample(trace_model(model_source(file, {}))) == 2 * 8 * 8 * (2 + 2 + 3)
+
+
+def test_an_einsum_of_one_tensor_is_no_product() -> None:
+    class Folding(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("bd->b", torch.einsum("bhw->bwh", super().forward(x)).flatten(1))
+
+    source = module_source(Folding(8, 8), (torch.zeros(2, 4, 8), torch.zeros(2)), nn.functional.mse_loss)
+    assert flops_per_sample(trace_model(source)) == 2 * 4 * 8 * 8 * 2  # of the layer, whose input has no gradient
 
 
 def test_little_use_does_not_read_as_none() -> None:

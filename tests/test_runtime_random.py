@@ -1,15 +1,19 @@
 """Dropout on tensor-parallel ranks: different on shards, alike on whole values, the same again when recomputed."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
 from autoplan.runtime.attention import causal_attention_of_rows, grouped_attention_of_rank, rank_attention
+from autoplan.runtime.dropout import without_dropout
 from autoplan.runtime.random import rank_dropout
 
 N, P_DROP, SEED = 40_000, 0.25, 7
@@ -133,3 +137,13 @@ def _seed_of_trained_program():
 def test_training_seeds_differ_between_data_parallel_ranks_and_agree_on_tensor_parallel_ranks():
     seeds = {(dp_rank, tp_rank): seed for dp_rank, tp_rank, seed in run_ranks(_seed_of_trained_program, 4)}
     assert seeds[0, 0] == seeds[0, 1] != seeds[1, 0] == seeds[1, 1]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_drop_nothing_where_dropout_is_left_out_of_padded_and_of_packed_samples(kind):
+    layers, x = kind(3, 4, num_layers=2, dropout=0.5, batch_first=True), torch.randn(2, 5, 3)
+    packed = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
+    with without_dropout():
+        training = layers(x)[0], layers(packed)[0].data
+    layers.eval()
+    assert torch.equal(training[0], layers(x)[0]) and torch.equal(training[1], layers(packed)[0].data)

@@ -14,8 +14,9 @@ from autoplan.analysis.semantics import STATEMENTS, notes
 from autoplan.answers.answer import answer_from_json, answer_to_dict, answer_to_json
 from autoplan.checks.fixes import check_fixed
 from autoplan.checks.options import check_options
+from autoplan.checks.product_dtypes import check_product_dtypes
 from autoplan.cost.boundaries import legal_cuts
-from autoplan.errors import TraceError, UsageError
+from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import WHOLE_OPTIMIZER, OpGraph
 from autoplan.hardware import load_hardware_profile
 from autoplan.html_report import plan_page
@@ -23,6 +24,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report, program_header
+from autoplan.rules import load_rules
 from autoplan.search.meshes import Captures
 from autoplan.space.choices import codes
 from autoplan.tracing.module_level import trace_modules
@@ -360,6 +362,41 @@ def by_function_transforms(layer, x):
 def test_gradients_that_forward_takes_are_refused_with_what_can_be_done(function):
     with pytest.raises(TraceError, match="expected: a forward (that takes no gradients|without)(.|\n)*--module-level"):
         graph_of(lambda: Calling(function))
+
+
+def in_float32(layer, x):
+    return layer(x.float())
+
+
+def convolved_in_float32(layer, x):
+    return F.conv1d(x.float().unsqueeze(1), layer.weight.unsqueeze(1), padding=2)[:, 0, :WIDTH]
+
+
+def in_float32_with_weights(layer, x):
+    return F.linear(x.float(), layer.weight.float(), layer.bias.float()).to(x.dtype)
+
+
+def in_float32_with_autocast(layer, x):
+    return in_autocast(layer, x.float()).to(x.dtype)
+
+
+def weighted(outputs, targets):
+    weights = torch.ones(N_CLASSES, device=outputs.device)  # in float32, as outputs are where a loss runs
+    return (outputs @ weights - targets.sum(1)).square().mean()
+
+
+@pytest.mark.parametrize("function", [in_float32, convolved_in_float32])
+def test_a_product_of_two_dtypes_is_refused_in_16_bits_alone(function):
+    graph, rules = graph_of(lambda: Calling(function)), load_rules(())
+    with pytest.raises(InputError, match=r"module inner(.|\n)+a product of float32 and bfloat16"):
+        check_product_dtypes(graph, "bf16", rules=rules)
+    check_product_dtypes(graph, "tf32", rules=rules)
+
+
+@pytest.mark.parametrize("function", [in_float32_with_weights, in_float32_with_autocast])
+def test_products_that_cast_their_operands_and_those_of_a_loss_pass(function):
+    graph = graph_of(lambda: Calling(function), weighted, is_regression=True)
+    check_product_dtypes(graph, "bf16", rules=load_rules(()))
 
 
 def test_random_numbers_and_written_buffers_are_stated():

@@ -59,6 +59,30 @@ def test_a_block_of_another_width_is_another_kind():
     assert kinds == [0, 1, 1, 2]  # the first reads the batch, which has no gradient
 
 
+class Shared(nn.Module):
+    """A layer that stands twice in one container, and in a container of containers."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.layers = nn.ModuleList([first, second, first])
+        self.groups = nn.ModuleList([nn.ModuleList([first]), nn.ModuleList([second])])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        for (layer,) in self.groups:
+            x = layer(x)
+        return x
+
+
+def test_a_block_that_stands_at_several_places_is_called_again_at_the_first():
+    source = module_source(Shared(), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss)
+    blocks = [segment for segment in trace_model(source).segments if segment.is_block]
+    assert {segment.module_path for segment in blocks} == {"layers.0", "layers.1"}
+    assert [name for segment in blocks for name in segment.parameters][:2] == ["layers.0.0.weight", "layers.0.0.bias"]
+
+
 def test_tied_weights_are_one_parameter_with_both_names(gpt):
     (tied,) = [p for p in gpt.parameters if len(p.aliases) > 1]
     assert tied.aliases == ("tokens.weight", "head.weight")
@@ -356,6 +380,35 @@ def test_samples_may_be_counted_by_an_operator():
         nn.Linear(4, 4), batch, lambda y, _: _divided(y, y.new_ones(len(y), dtype=torch.float32).sum() - 1)
     )
     assert any((PerSample(1),) in op.args for op in trace_model(source).ops)
+
+
+def autocast_by_a_question(layer, x):
+    with torch.autocast(x.device.type, enabled=torch.is_autocast_enabled(x.device.type)):
+        return layer(x)
+
+
+def autocast_off(layer, x):
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        return layer(x)
+
+
+@pytest.mark.parametrize("call", [autocast_by_a_question, autocast_off])
+def test_autocast_for_the_device_of_a_tensor_is_traced(call):
+    class Calling(nn.Linear):
+        def forward(self, x):
+            return call(super().forward, x)
+
+    source = module_source(Calling(4, 4), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss)
+    graph = trace_model(source)
+    assert "aten.linear.default" in {op.target for op in graph.ops} and graph.dissolved == ()
+    with pytest.raises(RuntimeError):
+        torch.autocast("meta")
+
+
+def test_a_forward_that_meta_tensors_alone_fail_is_told_of_modules(tmp_path):
+    path = write(tmp_path, model_text("return nn.utils.rnn.pack_sequence([*super().forward(x)]).data") + LOSS)
+    with pytest.raises(TraceError, match=r"model.py:5: .*(\n.*)+where nothing does, use --module-level"):
+        trace_model(model_source(path, {}))
 
 
 def test_a_tensor_made_on_another_device_is_told_where_to_be_made(tmp_path):

@@ -22,6 +22,8 @@ def flops_per_sample(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> int:
         rule = rules.get(op.target)
         if rule is not None and rule.efficiency == "matmul":
             names = operand_names(op)
+            if rule.is_product and len(names) < N_FACTORS:  # an einsum of one tensor moves or adds up its elements
+                continue
             factors = rule.saves[:N_FACTORS] if rule.is_product else ()
             n_without = sum(names[index] not in gradients for index in factors)
             operands = tuple(specs[name] for name in names)

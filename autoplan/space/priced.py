@@ -13,6 +13,7 @@ from autoplan.analysis.head_group import head_group
 from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.answers.intervals import memory_margin
 from autoplan.checks.fixes import check_fixed
+from autoplan.checks.product_dtypes import check_product_dtypes
 from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.cost.grad_compression import Compression
 from autoplan.cost.price import make_pricer
@@ -62,6 +63,7 @@ def priced_space(
     """
     check_fixed(graph, options)
     rules = load_rules(options.rules)
+    check_product_dtypes(graph, options.precision, rules=rules)
     by_size = shardings_by_size(graph, hardware, options, rules)
     measured = with_current_code(measured, graph, by_size.values(), precision=options.precision, rules=rules)
     keys: dict[int, list[str]] = {1: [""]}

@@ -33,7 +33,7 @@ from autoplan.tracing.known_branches import Answers
 from autoplan.tracing.returned_loss import LOSS
 from autoplan.tracing.same_operators import first_difference, live_nodes
 from autoplan.tracing.second_names import first_name
-from autoplan.tracing.segments import block_runs, leaving_from_last, split_segments
+from autoplan.tracing.segments import at_first_paths, block_runs, leaving_from_last, split_segments
 from autoplan.tracing.source_names import place_of, with_labels
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     output_names = output_names if has_loss_fn else [loss]
     ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})
     ops = with_labels(ops, {value_names[node]: node.meta.get("stack_trace") or "" for node in nodes_a})
+    ops = at_first_paths(ops, _first_paths(first.model))
     ops = tuple(chain.from_iterable(with_ends_first(ops[start:stop]) for _, start, stop in block_runs(ops)))
     _check_loss(where, loss, ops, has_loss_fn=has_loss_fn)
     model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
@@ -183,6 +184,13 @@ def _alias_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, tensor in tensors:
         groups.setdefault(id(tensor), []).append(name)
     return tuple(tuple(group) for group in groups.values())
+
+
+def _first_paths(model: nn.Module) -> dict[str, str]:
+    """Every path of a module to its first; several lead to one that is shared."""
+    firsts: dict[int, str] = {}
+    modules = model.named_modules(remove_duplicate=False)
+    return {path: firsts.setdefault(id(module), path) for path, module in modules}
 
 
 def _overlay_op(a: torch.fx.Node, b: torch.fx.Node, names: dict[torch.fx.Node, str]) -> Op:

@@ -127,6 +127,21 @@ def block_runs(ops: tuple[Op, ...]) -> Iterator[_Run]:
         start = stop
 
 
+def at_first_paths(ops: tuple[Op, ...], first_paths: Mapping[str, str]) -> tuple[Op, ...]:
+    """The ops, with those of a block that containers hold several times at its first path, where its weights are named.
+
+    `first_paths` maps every path of a module to its first.
+    """
+    nested = nested_containers(op.module_path for op in ops)
+
+    def at_first_path(op: Op) -> Op:
+        path = block_path(op.module_path, nested) or ""
+        first = first_paths.get(path, path)
+        return op if first == path else replace(op, module_path=first + op.module_path.removeprefix(path))
+
+    return tuple(map(at_first_path, ops))
+
+
 def _of_one_kind(runs: Iterable[_Run], signature_of: Callable[[str | None, int, int], object]) -> Iterator[_Run]:
     """The runs, of which those of a block that compute something else than its first one belong to no block.
 

@@ -43,6 +43,7 @@ from autoplan.tracing.host_reads import waiting_place
 from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.known_branches import Answering, Answers, find_answers, known_buffers
 from autoplan.tracing.local_modules import check_model_file, search_beside
+from autoplan.tracing.meta_autocast import autocast_on_meta
 from autoplan.tracing.model_building import build_users_model
 from autoplan.tracing.operand_dtypes import check_operands
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
@@ -160,7 +161,7 @@ def trace_model(source: ModelSource) -> OpGraph:
     except NumbersDiffer as error:
         place = calling_place(error.node, lambda: _run_again(source, BATCH_A, first.answers))
         raise TraceError(f"{source.where}: an operator depends on {error.cause}{place}\n  found: {error}") from error
-    with _quiet():
+    with _on_meta():
         waits_at = waiting_place(lambda: call_model(first.model, first.batch[0]))
     return replace(graph, waits_at=waits_at)
 
@@ -169,7 +170,7 @@ def _second_run(source: ModelSource, first: Trace) -> Run | None:
     """The other batch size as a recorded run; None where only an export can tell what it is."""
     model, batch = _build_model(source), meta_batch(source, BATCH_B)
     answers = _answers(source, BATCH_B) if first.answers else {}
-    with _quiet(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
+    with _on_meta(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
         graph = record_run(_WithLoss(model, source), batch, like=first)
     return Run(graph, model, batch) if graph is not None else None
 
@@ -254,7 +255,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
 def _trace_once(source: ModelSource, batch_size: int, answers: Answers) -> Trace:
     model, batch = _build_model(source), meta_batch(source, batch_size)  # in this order, as programs call them
     check_samples(functools.partial(meta_batch, source), where=source.where)
-    with _quiet(), shapes_without_values():
+    with _on_meta(), shapes_without_values():
         try:
             with watch_dissolved(model) as dissolved, ValuesAsOperators(), Answering(answers):
                 program = torch.export.export(_WithLoss(model, source), batch, strict=False)
@@ -303,7 +304,7 @@ def _refuse_writes(source: ModelSource, batch_size: int, answers: Answers) -> No
     def loss() -> Any:
         return pytree.tree_leaves(_WithLoss(model, source)(*batch)[0])[0]
 
-    with _quiet(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
+    with _on_meta(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
         parameters = [own for own in model.parameters() if own.requires_grad]
         refuse_what_autograd_refuses(loss, parameters, where=source.where)
 
@@ -334,13 +335,13 @@ def _refuse_replaced(where: str, dissolved: set[str]) -> None:
 def _run_again(source: ModelSource, batch_size: int, answers: Answers) -> None:
     """Run the model and its loss as a trace does."""
     model, batch = _build_model(source), meta_batch(source, batch_size)
-    with _quiet(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
+    with _on_meta(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
         _WithLoss(model, source)(*batch)
 
 
 def _answers(source: ModelSource, batch_size: int) -> Answers:
     """What forward decides by constants; nothing where it decides by other values, too, or fails."""
-    with _quiet(), shapes_without_values():
+    with _on_meta(), shapes_without_values():
         try:
             values = source.buffers() if source.buffers else known_buffers(source.build_model)
             model, batch = _build_model(source), meta_batch(source, batch_size)
@@ -404,12 +405,12 @@ def _needs_functionalization(program: torch.export.ExportedProgram) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """torch.export's own warnings, logs and dumps are about its internals; ours name the user's code."""
+def _on_meta() -> Iterator[None]:
+    """Inside, a model runs on meta tensors, quietly: warnings and logs of torch.export are about its internals."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), autocast_on_meta():
             warnings.simplefilter("ignore")
             yield
     finally:
