@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import re
+import resource
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -27,7 +28,8 @@ from autoplan.runtime import (
     load_checkpoint,
 )
 from autoplan.runtime.checkpoint_folder import newest_complete
-from autoplan.runtime.checkpoint_planner import RankCheckpointError
+from autoplan.runtime.checkpoint_pieces import Piece
+from autoplan.runtime.checkpoint_planner import RankCheckpointError, _SummedFiles, write_pieces
 from autoplan.runtime.finite import NotFiniteError
 from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
 from autoplan.runtime.zero import local_part
@@ -309,6 +311,26 @@ def save_without_room(folder):
     except CheckpointError as error:
         return str(error), [path.name for path in checkpoints.folder.glob("step-*")]
     return "", []
+
+
+def test_a_file_on_a_full_disk_takes_what_it_is_given_and_is_found_out_later():
+    files = _SummedFiles()
+    with files.create_stream("/dev/full", "wb") as file:
+        assert file.write(bytes(2**20)) == 2**20
+    with pytest.raises(OSError, match="No space left on device"):
+        files.check_written()
+
+
+def test_what_a_full_disk_does_to_the_threads_that_write_is_not_printed(tmp_path, capfd):
+    pieces = [Piece(f"p{i}", (10_000,), (0,), torch.zeros(10_000)) for i in range(8)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            write_pieces(tmp_path / "step.part", pieces, group=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err == ""
 
 
 def _no_room(*_):
