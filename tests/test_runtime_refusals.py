@@ -5,6 +5,8 @@ import io
 import math
 import re
 import resource
+import subprocess
+import sys
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -32,6 +34,7 @@ from autoplan.runtime.checkpoint_pieces import Piece
 from autoplan.runtime.checkpoint_planner import RankCheckpointError, _SummedFiles, write_pieces
 from autoplan.runtime.finite import NotFiniteError
 from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
+from autoplan.runtime.refusal import DataError, Refusal, said_once
 from autoplan.runtime.zero import local_part
 
 FSDP = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "n_micro_batches": 2, "precision": "fp64"}
@@ -127,6 +130,55 @@ def test_a_checkpoint_error_is_said_once_a_host_unless_one_rank_may_be_alone_wit
     monkeypatch.setenv("LOCAL_RANK", "1")
     shared, own = CheckpointError("found none"), RankCheckpointError("found none")
     assert (shared.code, own.code, str(shared)) == (1, "found none", "found none")
+
+
+@pytest.mark.parametrize("error", [DataError("too few samples"), CheckpointError("too few samples")])
+def test_a_program_says_a_refusal_by_the_first_process_of_a_host_before_another_one_may(monkeypatch, error):
+    waited_s = []
+    monkeypatch.setattr("autoplan.runtime.refusal.time.sleep", waited_s.append)
+    monkeypatch.setattr("autoplan.runtime.refusal.signal.signal", lambda *handler: None)
+
+    @said_once
+    def program():
+        raise error
+
+    for local_rank, waits_s in (("0", []), ("1", [5.0])):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(Refusal) as end:
+            program()
+        assert (waited_s, end.value.code) == (waits_s, "too few samples")
+
+
+def test_what_a_rank_notes_of_its_batch_is_said_without_waiting_for_the_first(monkeypatch):
+    monkeypatch.setattr("autoplan.runtime.refusal.time.sleep", lambda _: pytest.fail("waited"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    @said_once
+    def program():
+        error = NotFiniteError("the loss is nan")
+        error.add_note("inputs: found 6 numbers")
+        raise error
+
+    with pytest.raises(NotFiniteError) as end:
+        program()
+    assert end.value.code.endswith(": inputs: found 6 numbers")
+
+
+def test_two_processes_with_the_same_refusal_say_it_once(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from autoplan.runtime import said_once\n"
+        "from autoplan.runtime.refusal import DataError\n"
+        "@said_once\n"
+        "def main():\n"
+        "    time.sleep(1.0 if os.environ['LOCAL_RANK'] == '0' else 0.0)  # later than the other\n"
+        "    raise DataError('too few samples')\n"
+        "main()\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(launch, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("too few samples")) == (1, 1)
 
 
 def refusals(folder):
