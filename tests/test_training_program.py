@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.launch import run_folder
 
 import autoplan.runtime
 from autoplan.codegen.libraries import libraries_of
 from autoplan.codegen.train_script import train_script
 from autoplan.options import PRECISIONS, TORCH_PRECISIONS
+from autoplan.runtime.config import Config
 from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from autoplan.runtime.refusal import OptionError, OutputError
 from autoplan.runtime.step_trace import StepTrace
-from autoplan.runtime.train import train_steps
+from autoplan.runtime.train import train_steps, write_records
 
 CHECKOUT = Path(__file__).parent.parent
 TEXT = CHECKOUT / "examples" / "data" / "stories.txt"
@@ -91,6 +93,19 @@ def test_a_record_says_what_is_known_and_json_has_no_infinity(tmp_path, capsys):
         "step     3  loss 1.500000  grad norm inf  lr 1.00e-03  0.5000 s  800 tokens/s  MFU 50.0%  data 250.0 ms",
         "step     3  evaluation loss 1.250000  2 batches  0.1000 s",
     ]
+
+
+def test_the_figures_of_all_steps_are_json_that_any_reader_takes(tmp_path):
+    mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
+    model = types.SimpleNamespace(mesh=mesh, config=Config())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        write_records(tmp_path / "new" / "steps.json", model, [RECORD])
+    finally:
+        dist.destroy_process_group()
+    text = (tmp_path / "new" / "steps.json").read_text()
+    (step,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["steps"]
+    assert (step["grad_norm"], step["loss"]) == (None, 1.5)
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ class MetricLog:
             return
         self._show(record)
         if self._jsonl is not None:
-            self._jsonl.add(json.dumps(_json_value(asdict(record))))
+            self._jsonl.add(json.dumps(json_value(asdict(record))))
         if self._curves is not None:
             self._curves.add(record)
 
@@ -298,9 +298,10 @@ class _Curves:
             self._writer.close()
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """Not-a-number and infinity, which JSON has not, as null."""
     if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from .batches import Batch, global_batch, local_batch
 from .dropout import without_dropout
 from .loading import TrainingData
-from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
+from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name, json_value
 from .parallel import ParallelModel
 from .parity import PlainTraining, compare, largest_difference
 from .process_group import from_first_rank
@@ -201,7 +201,7 @@ def _write_report(
         "device": device_name(model.mesh.device),
         "torch_version": torch.__version__,
         "launch_s": _launch_s(model.mesh.device),
-        "steps": [asdict(record) for record in records],
+        "steps": [json_value(asdict(record)) for record in records],
         "peak_allocated_bytes_per_rank": [allocated for allocated, *_ in sizes],
         "peak_reserved_bytes_per_rank": [reserved for _, reserved, *_ in sizes],
         "outside_allocator_bytes_per_rank": [outside for *_, outside, _ in sizes],
