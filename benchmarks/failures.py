@@ -1,4 +1,4 @@
-"""What becomes of a run whose rank is killed or hangs, on real devices: `tests/test_checkpoint_failures.py` over NCCL.
+"""What becomes of a run that a rank fails, on real devices: `tests/test_checkpoint_failures.py` over NCCL.
 
     python benchmarks/failures.py emit FOLDER                                plans each program (needs autoplan)
     python benchmarks/failures.py run FOLDER RESULTS.jsonl [--device cpu]    runs them on two devices (needs torch only)
@@ -7,7 +7,8 @@
 The model is `examples/text_gpt.py` on its own text, in float32. A rank fails once, where it reads its samples (that is
 what Python does in every step, of a CUDA graph too) or as it completes the files of a checkpoint, in a step drawn at
 random. A rank that hangs must be named, after `LIMIT_S`. Under `torchrun --max-restarts 1` each run must go on from
-its newest complete checkpoint and end with the losses of the undisturbed run of the same program.
+its newest complete checkpoint and end with the losses of the undisturbed run of the same program. A sample of another
+length, or a loss that is not finite, on one rank must end all ranks at once, with exit code 1 and one message.
 """
 
 import argparse
@@ -26,12 +27,13 @@ ROOT = Path(__file__).parent.parent
 N_RANKS, N_STEPS, CHECKPOINT_EVERY, GLOBAL_BATCH, LIMIT_S = 2, 16, 4, 8, 10
 # name: --fix, samples that a rank reads in a step
 PROGRAMS = {
-    "ZeRO 3": ("dp=2,tp=1,pp=1,zero=3,micro_batch=4,compile=off", 4),
+    "ZeRO 3": ("dp=2,tp=1,pp=1,zero=3,micro_batch=4,compile=off,cuda_graph=off", 4),
     "DDP, CUDA graph": ("dp=2,tp=1,pp=1,zero=0,micro_batch=4,compile=off,cuda_graph=on", 4),
     "TP 2": ("dp=1,tp=2,pp=1,zero=0,micro_batch=8,compile=off", 8),
     "PP 2": ("dp=1,tp=1,pp=2,zero=0,micro_batch=2,compile=off", 8),
 }
 KILLED, KILLED_WRITING, HANGS, DEVICE_HANGS = "killed", "killed while writing", "hangs", "its device hangs"
+ODD_SAMPLE, NOT_FINITE = "has an odd sample", "has a loss of nan"
 FAILURES = (
     ("ZeRO 3", 1, KILLED),
     ("ZeRO 3", 0, KILLED_WRITING),
@@ -41,8 +43,13 @@ FAILURES = (
     ("DDP, CUDA graph", 0, HANGS),
     ("TP 2", 0, KILLED),
     ("PP 2", 1, KILLED),
+    ("ZeRO 3", 1, ODD_SAMPLE),
+    ("ZeRO 3", 1, NOT_FINITE),
+    ("DDP, CUDA graph", 1, ODD_SAMPLE),
+    ("TP 2", 0, ODD_SAMPLE),
+    ("PP 2", 1, ODD_SAMPLE),
 )
-# At the end of the emitted `model.py`; FAILURE is what fails, in which rank, at its how-manieth sample or write.
+# At the end of the emitted `model.py`; FAILURE is what fails, in which rank, at its how-manieth sample, write or loss.
 FAILING = f"""
 
 import os
@@ -54,33 +61,41 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 _failure, _rank, _at = os.environ.get("FAILURE", "none,-1,-1").split(",")
 _n_times = 0
-_item, _finish = TokenFile.__getitem__, FileSystemWriter.finish
+_item, _finish, _loss = TokenFile.__getitem__, FileSystemWriter.finish, loss_fn
+_place = {{"{KILLED_WRITING}": "write", "{NOT_FINITE}": "loss"}}.get(_failure, "sample")
 
 
-def _fail_once(is_reading):
+def _fails_now(place):
     global _n_times
-    if is_reading == (_failure == "{KILLED_WRITING}") or os.environ.get("RANK") != _rank:
-        return
+    if place != _place or os.environ.get("RANK") != _rank:
+        return False
     _n_times += 1
     mark = pathlib.Path(__file__).with_name("has_failed")
-    if _n_times == int(_at) and not mark.exists():
-        mark.touch()
-        if _failure.startswith("{KILLED}"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif _failure == "{HANGS}":
-            time.sleep(1000)
-        else:
-            torch.cuda._sleep(10**13)
+    if _n_times != int(_at) or mark.exists():
+        return False
+    mark.touch()
+    if _failure.startswith("{KILLED}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif _failure == "{HANGS}":
+        time.sleep(1000)
+    elif _failure == "{DEVICE_HANGS}":
+        torch.cuda._sleep(10**13)
+    return True
 
 
 def _item_or_failure(self, index):
-    _fail_once(is_reading=True)
-    return _item(self, index)
+    tokens, targets = _item(self, index)
+    return (tokens[1:] if _fails_now("sample") else tokens), targets
 
 
 def _finish_or_failure(self, **arguments):
-    _fail_once(is_reading=False)
+    _fails_now("write")
     return _finish(self, **arguments)
+
+
+def loss_fn(logits, targets):
+    loss = _loss(logits, targets)
+    return loss * float("nan") if _fails_now("loss") else loss
 
 
 TokenFile.__getitem__ = _item_or_failure
@@ -107,19 +122,27 @@ def file_name(program: str) -> str:
     return re.sub(r"\W+", "_", program).lower()
 
 
-def run(folder: Path, results: Path, device: str, seed: int) -> None:
-    """All failures, each after the undisturbed run of its program; a line of RESULTS.jsonl each."""
+def run(folder: Path, results: Path, device: str, seed: int, only: list[str]) -> None:
+    """All failures, or those of some programs, after the undisturbed run of each; a line of RESULTS.jsonl each."""
     draw = random.Random(seed)
     undisturbed: dict[str, dict[int, float]] = {}
     for program, rank, failure in FAILURES:
+        if only and program not in only:
+            continue
         path = folder / file_name(program)
         if program not in undisturbed:
             undisturbed[program] = losses(launched(path, device, n_restarts=0)[0].stdout)
         if failure == DEVICE_HANGS and device == "cpu":
             continue
         step = draw.randrange(CHECKPOINT_EVERY + 1, N_STEPS)
-        at = draw.randint(1, 2) if failure == KILLED_WRITING else step * PROGRAMS[program][1] + 1
-        done, seconds = launched(path, device, n_restarts=1, failure=f"{failure},{rank},{at}")
+        if failure == KILLED_WRITING:
+            at = draw.randint(1, 2)
+        elif failure == NOT_FINITE:
+            at = step + 1
+        else:
+            at = step * PROGRAMS[program][1] + 1
+        n_restarts = 0 if failure in (ODD_SAMPLE, NOT_FINITE) else 1
+        done, seconds = launched(path, device, n_restarts=n_restarts, failure=f"{failure},{rank},{at}")
         found, expected = losses(done.stdout), undisturbed[program]
         said = done.stderr.replace(f"{path.absolute()}/", "")
         row = {
@@ -128,13 +151,25 @@ def run(folder: Path, results: Path, device: str, seed: int) -> None:
             "resumed_from": re.findall(r"resumed from \S*?(step-\d+)", said),
             "n_steps": len(found), "max_difference": max((abs(found[i] - expected[i]) for i in found), default=None),
             "report": re.findall(r"a collective did not end.*|  rank \d: .*", said),
+            "said": said_by_ranks(done.stderr) if n_restarts == 0 else [],
             "device": device_name(device), "date": datetime.date.today().isoformat(),
         }  # fmt: skip
         print(json.dumps(row), flush=True)
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if done.returncode != 0:
+        if done.returncode != 0 and n_restarts:
             print(done.stderr[-3000:], file=sys.stderr)
+
+
+def said_by_ranks(text: str) -> list[str]:
+    """Without what torchrun says, and after it."""
+    lines = re.split(r"^Traceback|={20}", text, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    return [line for line in lines if line and not re.match(r"[WEI]\d{4} |\*{10}", line)]
+
+
+def is_message(line: str) -> bool:
+    """Not a warning of torch, nor the line of code that follows it, nor what the program says of a save."""
+    return "Warning: " not in line and not line.startswith(("  ", "an error ends the run once the save"))
 
 
 def launched(path: Path, device: str, *, n_restarts: int, failure: str = "none,-1,-1"):
@@ -168,6 +203,8 @@ def table(results: Path) -> None:
     for row in map(json.loads, results.read_text().splitlines()):
         after = ", ".join(row["resumed_from"]) or "the start"
         what = f"after {after}: {row['n_steps']} steps, losses differ by {row['max_difference']:.1e}"
+        if row.get("said"):
+            what = f"ended after {row['n_steps']} steps: {next(line for line in row['said'] if is_message(line))}"
         report = "; ".join(row["report"][:1])
         print(
             f"{row['program']:16} {row['rank']:4}  {row['failure']:20} {row['code']:4} {row['seconds']:7.0f}"
@@ -181,8 +218,9 @@ if __name__ == "__main__":
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=[], metavar="PROGRAM")
     given = parser.parse_args()
     if given.action == "run":
-        run(*given.paths, given.device, given.seed)
+        run(*given.paths, given.device, given.seed, given.only)
     else:
         {"emit": emit, "table": table}[given.action](*given.paths)

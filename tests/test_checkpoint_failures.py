@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from argparse import ArgumentParser
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from autoplan.runtime import (
     global_batch,
     hang_watch,
     join_process_group,
+    process_group,
     resume,
 )
 from autoplan.runtime.hang_watch import watch_for_hangs
@@ -243,6 +245,12 @@ def test_sigterm_to_the_launcher_reaches_all_ranks_which_save_the_same_step(tmp_
     assert saved.name == f"step-{int(match[1]):08d}"
 
 
+def calls(file, function):
+    """A function of that file which calls the other."""
+    exec(compile("def call():\n    function()", file, "exec"), names := {"function": function})
+    return names["call"]
+
+
 def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch):
     monkeypatch.setattr(hang_watch, "TCPStore", lambda *args, **options: None)
     monkeypatch.setattr(hang_watch, "PrefixStore", lambda *args: None)
@@ -284,6 +292,29 @@ def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
     assert connected_by == [threading.get_ident()]
 
 
+def test_a_rank_that_waits_for_one_that_ended_with_an_error_leaves(monkeypatch, capfd):
+    store, left, look = torch.distributed.HashStore(), [], hang_watch.whereabouts
+    monkeypatch.setattr(hang_watch, "TCPStore", lambda *args, **options: store)
+    monkeypatch.setattr(hang_watch, "MAX_INTERVAL_S", 0.05)
+    monkeypatch.setattr(process_group, "_tells", [])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+    monkeypatch.setattr(os, "_exit", lambda code: left.append((threading.current_thread().name, code)))
+    monkeypatch.setattr(hang_watch, "whereabouts", lambda thread: None if len(left) == 2 else look(thread))
+    never = threading.Lock()
+    never.acquire()
+    wait = calls(f"{torch.__path__[0]}/distributed/distributed_c10d.py", partial(never.acquire, timeout=1.0))
+    model = SimpleNamespace(config=Config(dp=2), mesh=SimpleNamespace(rank=1), n_steps=0)
+    watch_for_hangs(model, limit_s=600.0)
+    wait()
+    assert not left
+    process_group._leave(1)  # this process stands for both ranks
+    wait()
+    assert left == [("MainThread", 1), ("hang watch", 1)]
+    assert capfd.readouterr().err == "rank 1 ended with an error; so do the ranks of this host that wait\n"
+
+
 def test_the_watch_for_hangs_does_not_wait_for_a_store_whose_rank_has_ended(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
@@ -299,11 +330,6 @@ def test_the_watch_for_hangs_does_not_wait_for_a_store_whose_rank_has_ended(monk
 )
 def test_a_rank_that_waits_for_files_of_others_is_given_the_time_they_take(of_file, does):
     lock = threading.Lock()
-
-    def calls(file, function):
-        exec(compile("def call():\n    function()", file, "exec"), names := {"function": function})
-        return names["call"]
-
     torch_wait = calls(f"{torch.__path__[0]}/distributed/distributed_c10d.py", lock.acquire)
     runtime_wait = calls(str(Path(hang_watch.__file__).with_name(of_file)), torch_wait)
     thread = threading.Thread(target=runtime_wait, daemon=True)

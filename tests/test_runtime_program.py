@@ -77,15 +77,18 @@ def test_profiled_step_of_every_rank_is_the_sum_of_its_parts(tmp_path):
     assert {kind for profile in profiles for kind in profile["exposed_s"].get("pp", {})} == {"send_recv"}
 
 
-def test_program_that_forgets_to_reduce_gradients_fails_its_check_after_the_first_step(tmp_path):
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_program_that_forgets_to_reduce_gradients_fails_its_check_after_the_first_step(tmp_path, precision):
     emit(tmp_path, config={"dp": 2, "blocks": ("blocks.0",)}, has_parallel_model=False)
     zero = (tmp_path / "runtime" / "zero.py").read_text()
     broken = zero.replace("reduces=zero_stage >= 2 or is_last_micro_batch", "reduces=False")
     assert broken != zero
     (tmp_path / "runtime" / "zero.py").write_text(broken)
-    first, *_ = run_program(tmp_path, 2, *CHECK, exit_code=8)
-    (line,) = first.splitlines()
+    done = run_folder(tmp_path, 2, *CHECK, "--dtype", precision)
+    assert "exitcode  : 8" in done.stderr
+    (line,) = done.stdout.splitlines()
     assert re.search(r"  DIFFERS from one process, most in the gradient of [a-z]\S+ \(\d\.\de[+-]\d\d\)$", line)
+    assert ("fix: --dtype float64" in done.stderr) == (precision == "fp32")
 
 
 def test_another_number_of_processes_than_planned_is_refused_before_the_first_step(tmp_path):

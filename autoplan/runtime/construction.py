@@ -15,6 +15,7 @@ from torch import nn
 from .config import Config
 from .known_values import NumbersOnHost, build_on_meta
 from .mesh import RankMesh
+from .process_group import wait_for_all_ranks
 from .weights import load_weights
 
 # Whole model plus the part that is kept, at most this fraction of the device's free memory.
@@ -62,12 +63,11 @@ def one_process_at_a_time(is_needed: bool) -> Iterator[None]:
     """Let the processes of one host pass one after the other, so that host memory holds one whole model."""
     n_turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_needed else 1
     own_turn = int(os.environ.get("LOCAL_RANK", "0")) if is_needed else 0
-    device_ids = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
     for _ in range(own_turn):
-        dist.barrier(device_ids=device_ids)
+        wait_for_all_ranks()
     yield
     for _ in range(n_turns - own_turn):
-        dist.barrier(device_ids=device_ids)
+        wait_for_all_ranks()
 
 
 def local_stages(

@@ -233,6 +233,7 @@ def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as found:
         warnings.filterwarnings("always", message=WAITS)
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield missed

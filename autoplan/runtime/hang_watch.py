@@ -8,6 +8,9 @@ waited for too long says what all of them do and ends the job:
     is busy  anywhere else: in the model, the loss, the data, a file; it is the one the others wait for. So is a rank
              that waits for others which read or write a checkpoint or weights: that has a time-out of its own
     silent   tells nothing: its process is stopped, or holds the interpreter
+
+A rank that ends with an error tells the others too, and those that wait for it leave: NCCL would not notice, on
+another host not before its time-out.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .parallel import ParallelModel
-from .process_group import OTHERS_FIRST_S
+from .process_group import OTHERS_FIRST_S, tell_of_failure
 
 CONNECTION_S = 30.0  # the store is up, since the ranks met in it, unless the rank that holds it has ended already
 LOOKS_PER_LIMIT = 10
 MAX_INTERVAL_S = 5.0
+FAILED = "failed"  # under which the store has the rank that ended with an error
 _RUNTIME = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
 _OF_FILES = "checkpoint*.py"
@@ -60,12 +65,13 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=min(limit_s, CONNECTION_S))
         store = TCPStore(address, port, is_master=False, timeout=timeout)
-        watch = (model, threading.get_ident(), store, limit_s)
+        board = PrefixStore(f"hang_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        tell_of_failure(lambda: board.set(FAILED, str(model.mesh.rank)))
+        watch = (model, threading.get_ident(), board, limit_s)
         threading.Thread(target=_watch, args=watch, name="hang watch", daemon=True).start()
 
 
-def _watch(model: ParallelModel, main: int, store: Store, limit_s: float) -> None:
-    board = PrefixStore(f"hang_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def _watch(model: ParallelModel, main: int, board: Store, limit_s: float) -> None:
     interval_s = min(MAX_INTERVAL_S, limit_s / LOOKS_PER_LIMIT)
     seen, since_s = (-1, ""), time.monotonic()
     while True:
@@ -77,6 +83,8 @@ def _watch(model: ParallelModel, main: int, store: Store, limit_s: float) -> Non
         if (model.n_steps, does) != seen:
             seen, since_s = (model.n_steps, does), time.monotonic()
             continue
+        if does == "waits":
+            _leave_if_another_failed(board)
         own = Whereabouts(does, place, time.monotonic() - since_s, model.n_steps, socket.gethostname())
         if own.for_s >= limit_s / 2:
             board.set(str(model.mesh.rank), json.dumps(asdict(own)))
@@ -122,6 +130,19 @@ def _line(place: Whereabouts | None) -> str:
     if place is None:
         return "silent: its process is stopped or gone"
     return f"{place.does} for {place.for_s:.0f} s at {place.place}, after {place.n_steps} steps, on {place.host}"
+
+
+def _leave_if_another_failed(board: Store) -> None:
+    """As what this rank waits for will not come."""
+    try:
+        if not board.check([FAILED]):
+            return
+        why = f"rank {board.get(FAILED).decode()} ended with an error"
+    except dist.DistError:
+        why = "the store of the launcher is gone, with the job"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{why}; so do the ranks of this host that wait", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _end(board: Store, n_ranks: int, limit_s: float) -> None:

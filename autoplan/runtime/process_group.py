@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
@@ -56,6 +56,8 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     # Every model whose last op is a linear layer is warned of; `in_place` lets outputs be changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if device_type == "cuda":
+        # Said by the first product of a backward pass that sends and receives; torch then does what it says.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
         choose_allocator()
         # NCCL would register what a CUDA graph sends, and the ranks then wait for each other for ever: seen with tensor
         # and pipeline parallelism (torch 2.11 with NCCL 2.28, 2 H200, 2026-11-25), where segments are expandable.
@@ -154,7 +156,18 @@ def _leave_if_not_stopped() -> None:
         _leave(1)
 
 
+_tells: list[Callable[[], None]] = []
+
+
+def tell_of_failure(tell: Callable[[], None]) -> None:
+    """Have `tell` called before this process leaves for an error: others may wait for it."""
+    _tells.append(tell)
+
+
 def _leave(code: int) -> None:
+    for tell in _tells:
+        with suppress(dist.DistError):  # the store may be gone with the process that held it
+            tell()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -207,8 +220,13 @@ def release_before_stop(holder: HoldsCommunicators) -> None:
 def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
     _release_holders()
-    dist.barrier()
+    wait_for_all_ranks()
     dist.destroy_process_group()
+
+
+def wait_for_all_ranks() -> None:
+    """A barrier; NCCL's on the device of this process, as torch warns where it has to guess."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def _release_holders() -> None:

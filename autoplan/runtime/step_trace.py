@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from .mesh import RankMesh
+from .process_group import wait_for_all_ranks
 from .refusal import OptionError
 from .step_profile import STEP_MARK, StepProfile, profile_of_trace
 from .written_paths import writing
@@ -63,8 +63,7 @@ class StepTrace:
             return
         if self._profiler is None:
             self._profiler = self._started(step)
-        device = self._mesh.device
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+        wait_for_all_ranks()
         with record_function(STEP_MARK):
             yield True
         self._profiler.step()
