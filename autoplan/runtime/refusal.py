@@ -71,7 +71,7 @@ def let_first_speak() -> None:
 
 
 def said_once(program: Callable[[], Result]) -> Callable[[], Result]:
-    """A program whose refusals the first process of a host says; another one only where it is alone with one."""
+    """A program whose refusals the first process of a host says; another one only where it may be alone with one."""
 
     @wraps(program)
     def run() -> Result:
@@ -80,7 +80,6 @@ def said_once(program: Callable[[], Result]) -> Callable[[], Result]:
         except Refusal as refusal:
             if not getattr(refusal, "__notes__", ()):
                 let_first_speak()
-                refusal.code = str(refusal)
             raise
 
     return run
