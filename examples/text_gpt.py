@@ -6,7 +6,7 @@ FILE may be any file of 2-byte tokens.
 
     autoplan plan examples/text_gpt.py --hw dgx_a100_x8 --out plans/text
     torchrun --standalone --nproc-per-node 8 plans/text/train.py --steps 300 --lr-schedule cosine --warmup-steps 20
-        --lr 3e-3 --clip 1 --workers 2 --eval-every 100 --log-jsonl plans/text.jsonl
+        --clip 1 --workers 2 --eval-every 100 --log-jsonl plans/text.jsonl
 """
 
 from dataclasses import dataclass, replace

@@ -4,6 +4,9 @@ import contextlib
 import io
 import math
 import re
+import resource
+import subprocess
+import sys
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -27,9 +30,11 @@ from autoplan.runtime import (
     load_checkpoint,
 )
 from autoplan.runtime.checkpoint_folder import newest_complete
-from autoplan.runtime.checkpoint_planner import RankCheckpointError
+from autoplan.runtime.checkpoint_pieces import Piece
+from autoplan.runtime.checkpoint_planner import RankCheckpointError, _SummedFiles, write_pieces
 from autoplan.runtime.finite import NotFiniteError
 from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
+from autoplan.runtime.refusal import DataError, Refusal, said_once
 from autoplan.runtime.zero import local_part
 
 FSDP = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "n_micro_batches": 2, "precision": "fp64"}
@@ -125,6 +130,55 @@ def test_a_checkpoint_error_is_said_once_a_host_unless_one_rank_may_be_alone_wit
     monkeypatch.setenv("LOCAL_RANK", "1")
     shared, own = CheckpointError("found none"), RankCheckpointError("found none")
     assert (shared.code, own.code, str(shared)) == (1, "found none", "found none")
+
+
+@pytest.mark.parametrize(("error", "said_later"), [(DataError, "too few samples"), (CheckpointError, 1)])
+def test_a_program_says_a_refusal_by_the_first_process_of_a_host_before_another_one_may(monkeypatch, error, said_later):
+    waited_s = []
+    monkeypatch.setattr("autoplan.runtime.refusal.time.sleep", waited_s.append)
+    monkeypatch.setattr("autoplan.runtime.refusal.signal.signal", lambda *handler: None)
+
+    @said_once
+    def program():
+        raise error("too few samples")
+
+    for local_rank, waits_s, said in (("0", [], "too few samples"), ("1", [5.0], said_later)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(Refusal) as end:
+            program()
+        assert (waited_s, end.value.code) == (waits_s, said)
+
+
+def test_what_a_rank_notes_of_its_batch_is_said_without_waiting_for_the_first(monkeypatch):
+    monkeypatch.setattr("autoplan.runtime.refusal.time.sleep", lambda _: pytest.fail("waited"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    @said_once
+    def program():
+        error = NotFiniteError("the loss is nan")
+        error.add_note("inputs: found 6 numbers")
+        raise error
+
+    with pytest.raises(NotFiniteError) as end:
+        program()
+    assert end.value.code.endswith(": inputs: found 6 numbers")
+
+
+def test_two_processes_with_the_same_refusal_say_it_once(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from autoplan.runtime import said_once\n"
+        "from autoplan.runtime.refusal import DataError\n"
+        "@said_once\n"
+        "def main():\n"
+        "    time.sleep(1.0 if os.environ['LOCAL_RANK'] == '0' else 0.0)  # later than the other\n"
+        "    raise DataError('too few samples')\n"
+        "main()\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(launch, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count("too few samples")) == (1, 1)
 
 
 def refusals(folder):
@@ -309,6 +363,26 @@ def save_without_room(folder):
     except CheckpointError as error:
         return str(error), [path.name for path in checkpoints.folder.glob("step-*")]
     return "", []
+
+
+def test_a_file_on_a_full_disk_takes_what_it_is_given_and_is_found_out_later():
+    files = _SummedFiles()
+    with files.create_stream("/dev/full", "wb") as file:
+        assert file.write(bytes(2**20)) == 2**20
+    with pytest.raises(OSError, match="No space left on device"):
+        files.check_written()
+
+
+def test_what_a_full_disk_does_to_the_threads_that_write_is_not_printed(tmp_path, capfd):
+    pieces = [Piece(f"p{i}", (10_000,), (0,), torch.zeros(10_000)) for i in range(8)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            write_pieces(tmp_path / "step.part", pieces, group=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err == ""
 
 
 def _no_room(*_):

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.launch import run_folder
 
 import autoplan.runtime
 from autoplan.codegen.libraries import libraries_of
 from autoplan.codegen.train_script import train_script
 from autoplan.options import PRECISIONS, TORCH_PRECISIONS
+from autoplan.runtime.config import Config
 from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
-from autoplan.runtime.refusal import OptionError
-from autoplan.runtime.train import train_steps
+from autoplan.runtime.refusal import OptionError, OutputError
+from autoplan.runtime.step_trace import StepTrace
+from autoplan.runtime.train import train_steps, write_records
 
 CHECKOUT = Path(__file__).parent.parent
 TEXT = CHECKOUT / "examples" / "data" / "stories.txt"
@@ -92,6 +95,19 @@ def test_a_record_says_what_is_known_and_json_has_no_infinity(tmp_path, capsys):
     ]
 
 
+def test_the_figures_of_all_steps_are_json_that_any_reader_takes(tmp_path):
+    mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
+    model = types.SimpleNamespace(mesh=mesh, config=Config())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        write_records(tmp_path / "new" / "steps.json", model, [RECORD])
+    finally:
+        dist.destroy_process_group()
+    text = (tmp_path / "new" / "steps.json").read_text()
+    (step,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["steps"]
+    assert (step["grad_norm"], step["loss"]) == (None, 1.5)
+
+
 @pytest.fixture
 def parse(monkeypatch):
     """What a program makes of its command line; `parse.model` is its model file."""
@@ -125,7 +141,7 @@ def test_dtype_takes_the_names_of_the_planner_and_those_of_torch(parse, capsys):
     [
         "--steps -1", "--timeout 0", "--timeout inf", "--lr -1", "--lr nan", "--warmup-steps -1", "--min-lr -1",
         "--clip 0", "--workers -1", "--repeat-batches 0", "--eval-every -5", "--eval-batches 0",
-        "--checkpoint-every 0", "--keep 0", "--steps many",
+        "--checkpoint-every 0", "--keep 0", "--steps many", "--seed 9223372036854775808",
     ],
 )  # fmt: skip
 def test_a_number_that_means_nothing_is_a_usage_error_that_says_what_is_expected(parse, capsys, option):
@@ -143,6 +159,54 @@ def test_a_smallest_rate_above_the_largest_is_a_usage_error(parse, capsys):
     assert parse("--min-lr", "1").min_lr == 1.0  # without effect on a rate that stays
     parse.model.build_optimizer = lambda parameters: None  # whose rate is not known yet
     assert parse("--lr-schedule", "cosine", "--min-lr", "1").min_lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--eval-batches 3", "argument --eval-batches: does nothing without --eval-every"),
+        ("--checkpoint-every 100", "argument --checkpoint-every: does nothing without --checkpoint-dir"),
+        ("--keep 3", "argument --keep: does nothing without --checkpoint-dir"),
+        ("--init-from a --resume b", "--init-from and --resume PATH both say where to start: leave one out"),
+        ("--check --checkpoint-dir a", "from its start: leave out --checkpoint-dir"),
+        ("--check --export a.safetensors", "from its start: leave out --export"),
+        ("--check --init-from a", "from its start: leave out --init-from"),
+        ("--check --resume a", "from its start: leave out --resume"),
+        ("--check --profile-steps 1:2", "from its start: leave out --profile-steps"),
+        ("--checkpoint-dir ", "argument --checkpoint-dir: found '', expected a path"),
+        ("--tensorboard ", "argument --tensorboard: found '', expected a path"),
+    ],
+)
+def test_options_that_would_do_nothing_or_contradict_each_other_are_usage_errors(parse, capsys, options, said):
+    with pytest.raises(SystemExit) as end:
+        parse(*options.split(" "))
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_that_the_model_file_replaces_are_said_by_the_first_rank(parse, capsys, monkeypatch):
+    assert parse("--lr", "1").lr == 1.0 and parse().lr == 3e-4
+    assert capsys.readouterr().err == ""
+    parse.model.build_optimizer = parse.model.build_scheduler = lambda *_: None
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        parse("--lr", "1", "--lr-schedule", "cosine", "--warmup-steps", "5")
+    assert capsys.readouterr().err == (
+        "--lr: without effect, as the model file has build_optimizer()\n"
+        "--lr-schedule, --warmup-steps: without effect, as the model file has build_scheduler()\n"
+    )
+
+
+def test_a_command_line_is_explained_by_the_first_process_of_a_host(parse, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("autoplan.runtime.refusal.time.sleep", lambda _: None)
+    monkeypatch.setattr("autoplan.runtime.refusal.signal.signal", lambda *_: capsys.readouterr())
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        parse("--clip", "0")
+    assert "--clip: found '0'" in capsys.readouterr().err  # after those seconds: it may be alone with it
 
 
 @pytest.mark.parametrize("name", ["--log-jsonl", "--out-json", "--tensorboard"])
@@ -175,6 +239,34 @@ def test_a_run_that_has_its_steps_says_that_nothing_is_left_to_do(capsys):
         assert "nothing is left to do\n  fix: --steps 13 or more" in capsys.readouterr().err
     assert list(train_steps(model, data, n_steps=0)) == []  # to save or export what is there
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (range(3, 12), "--profile-steps: found 3:12, and 12 are done, so none is traced\n"),
+        (range(3, 14), "--profile-steps: found 3:14, and 12 are done, so the others are traced\n"),
+        (range(12, 14), ""),
+    ],
+)
+def test_steps_to_trace_that_are_done_are_said_not_to_be_traced(capsys, steps, said):
+    mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
+    model = types.SimpleNamespace(n_steps=12, mesh=mesh, config=types.SimpleNamespace(precision="fp32"))
+    data, trace = types.SimpleNamespace(close=lambda: None), types.SimpleNamespace(steps=steps)
+    assert list(train_steps(model, data, n_steps=0, trace=trace)) == []
+    assert capsys.readouterr().err == said
+
+
+def test_a_full_disk_ends_a_run_with_the_file_that_could_not_be_written():
+    expected = "/dev/full: cannot be written: No space left on device\n  fix: make room, or choose another place"
+    with pytest.raises(OutputError, match=expected), MetricLog(rank=0, jsonl=Path("/dev/full")) as log:
+        log.write(RECORD)
+
+
+def test_traces_need_a_folder_that_can_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=f"{tmp_path}/file: cannot be written: File exists"):
+        StepTrace(range(1, 2), tmp_path / "file", types.SimpleNamespace(rank=1), n_steps=3)
 
 
 def test_a_terminal_keeps_one_line_for_all_steps(monkeypatch, capsys):

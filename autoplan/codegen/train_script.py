@@ -16,10 +16,10 @@ of devices does. --steps counts all steps of the run. SIGTERM finishes the step,
 Ctrl-C the same with 130, and once more it ends at once.
 Weights under the model's own names: --init-from FILE, --export FILE.safetensors, and for a checkpoint
 `python -m runtime export DIR FILE.safetensors`.
-Exit codes: 0 done; 1 failed; 8 --check found a difference; 130, 143 stopped and saved.
+Exit codes: 0 done; 1 failed; 2 wrong command line; 8 --check found a difference; 130, 143 stopped and saved.
+torchrun ends with 1 for all but 0.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import sys
@@ -41,13 +41,13 @@ PRECISIONS |= {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description="Train under the plan in this file; start it with torchrun.")
+    parser = ProgramParser(description="Train under the plan in this file; start it with torchrun.")
     parser.add_argument("--steps", type=whole_number(0), default=10, help="Train up to this step, also on resume.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(PRECISIONS), help="Compute in this instead of the plan's precision.")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole_number(-(2**63), 2**63 - 1), default=0)
     parser.add_argument("--timeout", type=positive, default=600.0, help="Fail if a rank waits this many seconds.")
-    parser.add_argument("--lr", type=not_negative, default=3e-4, help="Rate of AdamW; build_optimizer() sets its own.")
+    parser.add_argument("--lr", type=not_negative, help="Rate of AdamW (3e-4); build_optimizer() sets its own.")
     parser.add_argument("--lr-schedule", choices=("constant", "cosine", "linear"), default="constant")
     parser.add_argument("--warmup-steps", type=whole_number(0), default=0, help="Let the rate rise over so many steps.")
     parser.add_argument("--min-lr", type=not_negative, default=0.0, help="End cosine and linear schedules at this.")
@@ -65,13 +65,13 @@ def parse_arguments():
     parser.add_argument("--check", action="store_true", help="Compare with one process; exit 8 if it differs.")
 {launch_option}    add_checkpoint_options(parser)
     arguments = parser.parse_args()
+    check_options(parser, arguments)
     check_rate(parser, arguments, model_file)
-    if arguments.check and arguments.checkpoint_dir:
-        parser.error("--check compares a run with one process from its start: leave out --checkpoint-dir")
     return arguments
 
 
 @record
+@said_once
 def main():
     arguments = parse_arguments()
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
@@ -150,9 +150,10 @@ _TRY_CONVOLUTIONS = """\
     torch.backends.cudnn.benchmark = True  # the first step tries which algorithm of each convolution is fastest
 """
 _RUNTIME_NAMES = (
-    "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures", "Run",
-    "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_rate", "check_steps", "evaluation_data",
-    "exit_code", "not_negative", "parse_steps", "positive", "start_process_group", "stop_process_group", "train_steps",
+    "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures",
+    "ProgramParser", "Run", "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_options", "check_rate",
+    "check_steps", "evaluation_data", "exit_code", "not_negative", "parse_steps", "positive", "said_once",
+    "start_process_group", "stop_process_group", "train_steps",
     "training_data", "watch_for_hangs", "whole_number", "write_records", "written_file", "written_folder",
 )  # fmt: skip
 

@@ -29,13 +29,14 @@ It is copied as it stands into the folder of a program.
     metrics                      what is measured and written of a step
     parity, dropout              the comparison with one process, in which nothing is dropped at random
     step_trace, step_profile     traces of some steps, where the time of one goes
-    number_options, written_paths    numbers and paths on the command line
+    command_line, number_options, written_paths    options, and what numbers and paths they take
     refusal                      ends a program with a message, where what it was given cannot work
 """
 
 from .batches import global_batch, local_batch
 from .checkpoint import Checkpoints, load_checkpoint
 from .checkpoint_planner import CheckpointError
+from .command_line import ProgramParser, check_options
 from .config import Config
 from .hang_watch import watch_for_hangs
 from .learning_rate import LearningRate, check_rate
@@ -54,6 +55,7 @@ from .process_group import (
     start_process_group,
     stop_process_group,
 )
+from .refusal import said_once
 from .resume import Run, add_checkpoint_options
 from .step_profile import StepProfile
 from .step_trace import StepTrace, parse_steps
@@ -76,6 +78,7 @@ __all__ = [
     "ParallelModel",
     "PerSample",
     "PlainTraining",
+    "ProgramParser",
     "RankMesh",
     "Run",
     "Shard",
@@ -89,6 +92,7 @@ __all__ = [
     "add_checkpoint_options",
     "attach",
     "build_rank_mesh",
+    "check_options",
     "check_rate",
     "check_steps",
     "check_world_size",
@@ -105,6 +109,7 @@ __all__ = [
     "not_negative",
     "parse_steps",
     "positive",
+    "said_once",
     "start_process_group",
     "stop_process_group",
     "take_shard",

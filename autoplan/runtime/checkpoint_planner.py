@@ -14,7 +14,7 @@ import pickle
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,15 +189,31 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class _SummedFile(io.BufferedWriter):
-    """A new file, and the CRC-32 of what is written to it from its beginning to its end."""
+    """A new file, and the CRC-32 of what is written to it from its beginning to its end.
+
+    Once the disk is full it takes the rest without writing it, and keeps the error: torch's threads would print what
+    follows from it, and go on.
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "wb"))
         self.checksum = 0
+        self.error: OSError | None = None
+        super().__init__(io.FileIO(path, "wb"))
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
-        return super().write(data)
+        self._keep_error(lambda: super(_SummedFile, self).write(data))
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        self._keep_error(super().flush)
+
+    def _keep_error(self, write: Callable[[], Any]) -> None:
+        if self.error is None:
+            try:
+                write()
+            except OSError as error:
+                self.error = error
 
 
 class _SummedFiles(FileSystem):
@@ -217,6 +233,12 @@ class _SummedFiles(FileSystem):
         super().rename(path, new_path)
         self._written[Path(new_path).name] = self._written.pop(Path(path).name)
 
+    def check_written(self) -> None:
+        """Raises: OSError when a file could not be written to its end."""
+        for file in self._written.values():
+            if file.error is not None:
+                raise file.error
+
     def checksums(self) -> dict[str, int]:
         """CRC-32 by the name of the file."""
         return {name: file.checksum for name, file in self._written.items()}
@@ -231,12 +253,17 @@ class _WholeWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
+        self.files.check_written()
         n_missing = len(plan.items) - len(written.wait())
         if n_missing:
             raise OSError(
                 f"{n_missing} of {len(plan.items)} tensors were not written: a thread failed, as printed above"
             )
         return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata=metadata, results=results)
+        self.files.check_written()
 
 
 class _PieceWriter(DefaultSavePlanner):

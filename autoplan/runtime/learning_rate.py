@@ -14,8 +14,10 @@ A model file with `build_scheduler(optimizer, n_steps)` replaces all of it: any 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from .refusal import Refusal
 
+ADAMW_RATE = 3e-4
 CURVES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda p: 1.0,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
@@ -69,10 +72,30 @@ class LearningRate:
 
 
 def check_rate(parser: ArgumentParser, options: Namespace, model_file: Any) -> None:
-    """A usage error for rates of `train.py` that do not go together; those of a model file are not known yet."""
+    """A usage error for rates of `train.py` that do not go together; those of a model file are not known yet.
+
+    What the model file decides by itself is said. Without --lr, `options.lr` becomes `AdamW`'s.
+    """
+    for name, ignored in _ignored(options, model_file):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{', '.join(ignored)}: without effect, as the model file has {name}()", file=sys.stderr)
+    options.lr = ADAMW_RATE if options.lr is None else options.lr
     has_own = hasattr(model_file, "build_optimizer") or hasattr(model_file, "build_scheduler")
     if not has_own and options.lr_schedule != "constant" and options.min_lr > options.lr:
         parser.error(f"argument --min-lr: found {options.min_lr:g}, expected at most --lr {options.lr:g}")
+
+
+def _ignored(options: Namespace, model_file: Any) -> Iterator[tuple[str, list[str]]]:
+    """The functions of a model file, each with the options that were given and that it replaces."""
+    schedule = {
+        "--lr-schedule": options.lr_schedule != "constant",
+        "--warmup-steps": options.warmup_steps != 0,
+        "--min-lr": options.min_lr != 0.0,
+    }
+    for name, given in {"build_optimizer": {"--lr": options.lr is not None}, "build_scheduler": schedule}.items():
+        ignored = [option for option, is_given in given.items() if is_given]
+        if ignored and hasattr(model_file, name):
+            yield name, ignored
 
 
 def build_scheduler_of(model_file: Any, optimizer: torch.optim.Optimizer, rate: LearningRate | None) -> Any | None:

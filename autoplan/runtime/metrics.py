@@ -27,6 +27,7 @@ import torch
 
 from .parity import Differences
 from .refusal import OptionError
+from .written_paths import writing
 
 GIB = 2**30
 BAR_WIDTH = 10
@@ -178,7 +179,7 @@ class MetricLog:
 
     On a terminal a step replaces the line of the step before it, behind a bar of how many of `n_steps` are done and the
     time that the others take at the pace so far; elsewhere each has a line. `jsonl` gets a JSON object
-    per record, appended and flushed. A run that goes on from a checkpoint repeats the steps after it: of two lines of a
+    per record, appended at once. A run that goes on from a checkpoint repeats the steps after it: of two lines of a
     step the last counts. Not-a-number and infinity, which JSON has not, become null.
     """
 
@@ -191,8 +192,8 @@ class MetricLog:
                 "  fix: pip install tensorboard, or write --log-jsonl FILE"
             )
         self._is_silent = rank != 0
-        self._jsonl = _opened(jsonl) if jsonl is not None and rank == 0 else None
-        self._curves = _summary_writer(tensorboard) if tensorboard is not None and rank == 0 else None
+        self._jsonl = _Lines(jsonl) if jsonl is not None and rank == 0 else None
+        self._curves = _Curves(tensorboard) if tensorboard is not None and rank == 0 else None
         self._n_steps = n_steps
         self._first: tuple[int, float] | None = None  # the first step that was shown, and when
         self._is_terminal = sys.stdout.isatty()
@@ -214,12 +215,9 @@ class MetricLog:
             return
         self._show(record)
         if self._jsonl is not None:
-            self._jsonl.write(json.dumps(_json_value(asdict(record))) + "\n")
-            self._jsonl.flush()
+            self._jsonl.add(json.dumps(json_value(asdict(record))))
         if self._curves is not None:
-            for name, value in record.scalars().items():
-                if value is not None:
-                    self._curves.add_scalar(name, value, record.step)
+            self._curves.add(record)
 
     def say(self, text: str) -> None:
         """Print something else, on a line of its own."""
@@ -257,25 +255,53 @@ class MetricLog:
             self._has_open_line = False
 
 
-def _opened(path: Path) -> Any:
-    """The file, to append to; a last line that a killed run left unfinished is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        file.seek(0)
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
-    return path.open("a")
+class _Lines:
+    """A file to append to; a last line that a killed run left unfinished is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file():
+                with path.open("r+b") as file:
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            self._file = path.open("ab", buffering=0)  # what a full disk did not take is not tried again on close
+
+    def add(self, line: str) -> None:
+        rest = memoryview(line.encode() + b"\n")
+        with writing(self._path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        self._file.close()
 
 
-def _summary_writer(folder: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
+class _Curves:
+    """A folder for TensorBoard."""
 
-    return SummaryWriter(str(folder))
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        with writing(folder):
+            self._writer: Any = SummaryWriter(str(folder))
+
+    def add(self, record: Record) -> None:
+        with writing(self._folder):
+            for name, value in record.scalars().items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        with writing(self._folder):
+            self._writer.close()
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """Not-a-number and infinity, which JSON has not, as null."""
     if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -7,16 +7,17 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 
-def whole_number(smallest: int) -> Callable[[str], int]:
-    """The type of an option for whole numbers from `smallest` on."""
+def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], int]:
+    """The type of an option for whole numbers from `smallest` on, up to `largest` if there is one."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = smallest - 1
-        if value < smallest:
-            raise ArgumentTypeError(f"found {text!r}, expected a whole number of {smallest} or more")
+        if value < smallest or (largest is not None and value > largest):
+            expected = f"of {smallest} or more" if largest is None else f"from {smallest} to {largest}"
+            raise ArgumentTypeError(f"found {text!r}, expected a whole number {expected}")
         return value
 
     return parse

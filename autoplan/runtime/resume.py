@@ -28,6 +28,7 @@ from .loading import TrainingData
 from .number_options import whole_number
 from .parallel import ParallelModel
 from .process_group import from_first_rank
+from .written_paths import named_path, written_file
 
 STEPS_PER_SAVE = 100
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -46,16 +47,15 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
         f"{EXIT_INTERRUPTED}; torchrun gives that 30 s, or those of TORCH_ELASTIC_SHUTDOWN_TIMEOUT. "
         "Ctrl-C again: end at once",
     )
-    group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="Save here, where all hosts can read.")
-    group.add_argument(
-        "--checkpoint-every", type=count, default=STEPS_PER_SAVE, metavar="N", help="Save after every N steps."
-    )
-    group.add_argument("--keep", type=count, default=KEEP, metavar="K", help="Keep only the newest K checkpoints.")
+    group.add_argument("--checkpoint-dir", type=named_path, metavar="DIR", help="Save here, where all hosts can read.")
+    every = f"Save after every N steps ({STEPS_PER_SAVE})."
+    group.add_argument("--checkpoint-every", type=count, metavar="N", help=every)
+    group.add_argument("--keep", type=count, metavar="K", help=f"Keep only the newest K checkpoints ({KEEP}).")
     group.add_argument(
         "--resume", default="auto", metavar="auto|none|PATH", help="Go on from PATH, or auto: from the newest."
     )
     group.add_argument("--init-from", type=Path, metavar="FILE", help="Start from safetensors or a state_dict.")
-    group.add_argument("--export", type=Path, metavar="FILE", help="Write the final weights as safetensors.")
+    group.add_argument("--export", type=written_file, metavar="FILE", help="Write the final weights as safetensors.")
 
 
 class Run:
@@ -76,7 +76,8 @@ class Run:
         self._exit_stopped, self._interrupted_s = EXIT_STOPPED, math.inf
         self._checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
-            self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=options.keep, extra=self._extra)
+            keep = options.keep or KEEP
+            self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=keep, extra=self._extra)
             signal.signal(signal.SIGTERM, self._tell)
             signal.signal(signal.SIGINT, self._tell)
         self._start()
@@ -94,7 +95,7 @@ class Run:
             return False
         self._checkpoints.prepare()
         self.was_stopped = self._model.stops
-        if self.was_stopped or (step + 1) % self._options.checkpoint_every == 0:
+        if self.was_stopped or (step + 1) % (self._options.checkpoint_every or STEPS_PER_SAVE) == 0:
             self._save()
         return self.was_stopped
 

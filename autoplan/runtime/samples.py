@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch.utils.data import default_collate
 
 from .batches import Batch, micro_batches, tensors_in_place, with_paths
 from .config import Config
-from .refusal import DataError
+from .refusal import DataError, is_first_of_host
 from .rehearsal import Rehearsal
 
 Path = tuple[Any, ...]
@@ -159,7 +158,7 @@ def check_first_batch(batch: Batch, rehearsal: Rehearsal, *, config: Config, dp_
             f"model.py: {dataset}: {different}\n  with it the model fails: {type(error).__name__}: {said}\n"
             "  fix: change the dataset (or collate), or change make_batch and plan again"
         )
-    if different and os.environ.get("LOCAL_RANK", "0") == "0":
+    if different and is_first_of_host():
         taken = "the model takes it" if error is None else "whether the model takes it could not be tried"
         print(
             f"model.py: {dataset}: {different}\n  {taken}; time and memory are predicted for what was planned",

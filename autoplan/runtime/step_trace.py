@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from .mesh import RankMesh
 from .process_group import wait_for_all_ranks
 from .refusal import OptionError
 from .step_profile import STEP_MARK, StepProfile, profile_of_trace
+from .written_paths import writing
 
 
 def parse_steps(text: str) -> range:
@@ -34,9 +36,10 @@ class StepTrace:
 
     All ranks must trace the same steps. `n_steps` is how many the run has.
 
-    Raises: OptionError when it has not all of `steps`.
+    Raises: OptionError when it has not all of `steps`; OutputError when the folder cannot be made.
 
     Attributes:
+        steps: those to trace.
         found: where the time of the last of them went on this rank; None until then.
     """
 
@@ -45,15 +48,17 @@ class StepTrace:
             raise OptionError(
                 f"--profile-steps: found {steps.start}:{steps.stop}, expected steps below --steps = {n_steps}"
             )
-        self._steps, self._path, self._mesh = steps, folder / f"rank{mesh.rank}.json.gz", mesh
+        self.steps, self._path, self._mesh = steps, folder / f"rank{mesh.rank}.json.gz", mesh
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._profiler: profile | None = None
         self.found: StepProfile | None = None
 
     @contextmanager
     def around(self, step: int) -> Iterator[bool]:
         """Trace the step inside if it is one of them; whether the profiler was on."""
-        first = max(0, self._steps.start - 1)
-        if not first <= step < self._steps.stop:
+        first = max(0, self.steps.start - 1)
+        if not first <= step < self.steps.stop:
             yield False
             return
         if self._profiler is None:
@@ -62,26 +67,25 @@ class StepTrace:
         with record_function(STEP_MARK):
             yield True
         self._profiler.step()
-        if step == self._steps.stop - 1:
+        if step == self.steps.stop - 1:
             self._profiler.stop()
             self._profiler = None
 
     def _started(self, step: int) -> profile:
-        n_warmup = max(0, self._steps.start - step)
+        n_warmup = max(0, self.steps.start - step)
         activities = [ProfilerActivity.CPU]
         if self._mesh.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=n_warmup, active=self._steps.stop - step - n_warmup, repeat=1),
-            on_trace_ready=self._write,
-        )
+        with warnings.catch_warnings():  # the first step of a run has none before it
+            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")
+            steps = schedule(wait=0, warmup=n_warmup, active=self.steps.stop - step - n_warmup, repeat=1)
+        profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write)
         profiler.start()
         return profiler
 
     def _write(self, profiler: Any) -> None:
-        profiler.export_chrome_trace(str(self._path))
+        with writing(self._path):
+            profiler.export_chrome_trace(str(self._path))
         with gzip.open(self._path, "rt") as file:
             trace = json.loads(file.read(), strict=False)  # names of kernels may hold any character
         self.found = profile_of_trace(trace, axes=self._mesh.axes_of_groups())

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from .batches import Batch, global_batch, local_batch
 from .dropout import without_dropout
 from .loading import TrainingData
-from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
+from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name, json_value
 from .parallel import ParallelModel
 from .parity import PlainTraining, compare, largest_difference
+from .process_group import from_first_rank
 from .reading import START
 from .step_profile import StepProfile
 from .step_trace import StepTrace
+from .written_paths import writing
 
 # Python's collector looks through all objects whenever it likes, which stopped a step for 200 ms on one rank and so on
 # all (H200, 2026-11-21). It runs between steps instead, on all ranks in the same one.
@@ -50,6 +52,12 @@ def train_steps(
         print(
             f"--steps: found {n_steps}, and {model.n_steps} are done, so nothing is left to do\n"
             f"  fix: --steps {model.n_steps + 1} or more, which counts all steps of the run, to go on",
+            file=sys.stderr,
+        )
+    if trace is not None and model.n_steps > trace.steps.start and model.mesh.rank == 0:
+        left = "the others are traced" if model.n_steps < trace.steps.stop else "none is traced"
+        print(
+            f"--profile-steps: found {trace.steps.start}:{trace.steps.stop}, and {model.n_steps} are done, so {left}",
             file=sys.stderr,
         )
     for line in planned.other_libraries() if model.mesh.rank == 0 else ():
@@ -187,23 +195,28 @@ def write_records(
     dist.all_gather_object(sizes, (*peaks, *_outside_and_offered_bytes(model.mesh.device)))
     profiles: list[Any] = [None] * model.config.n_ranks
     dist.all_gather_object(profiles, None if profile is None else asdict(profile))
-    if model.mesh.rank != 0:
-        return
+    from_first_rank(lambda: _write_report(path, model, records, sizes, profiles if profile else None))
+
+
+def _write_report(
+    path: Path, model: ParallelModel, records: Sequence[StepRecord], sizes: Sequence[Any], profiles: Any
+) -> None:
     report = {
         "schema_version": 1,
         "config": asdict(model.config),
         "device": device_name(model.mesh.device),
         "torch_version": torch.__version__,
         "launch_s": _launch_s(model.mesh.device),
-        "steps": [asdict(record) for record in records],
+        "steps": [json_value(asdict(record)) for record in records],
         "peak_allocated_bytes_per_rank": [allocated for allocated, *_ in sizes],
         "peak_reserved_bytes_per_rank": [reserved for _, reserved, *_ in sizes],
         "outside_allocator_bytes_per_rank": [outside for *_, outside, _ in sizes],
         "offered_bytes_per_rank": [offered for *_, offered in sizes],
-        "profiled_step_per_rank": None if profile is None else profiles,
+        "profiled_step_per_rank": profiles,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _outside_and_offered_bytes(device: torch.device) -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-"""Where a program writes, tried on its command line rather than when there is something to write.
+"""Where a program writes, tried on its command line rather than when there is something to write, and what fails then.
 
 Only rank 0 writes, so only its host must be able to.
 """
@@ -7,8 +7,21 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from .refusal import OutputError
+
+
+def named_path(text: str) -> Path:
+    """The type of an option for any path; a variable of the shell that is not set is none.
+
+    Raises: ArgumentTypeError for an empty text.
+    """
+    if not text:
+        raise ArgumentTypeError("found '', expected a path")
+    return Path(text)
 
 
 def written_file(text: str) -> Path:
@@ -17,13 +30,27 @@ def written_file(text: str) -> Path:
     Raises: ArgumentTypeError on rank 0 when it cannot be written.
     """
     _check(text, is_right=_is_no_folder, kind="file")
-    return Path(text)
+    return named_path(text)
 
 
 def written_folder(text: str) -> Path:
     """The same for a folder."""
     _check(text, is_right=os.path.isdir, kind="folder")
-    return Path(text)
+    return named_path(text)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes there.
+
+    Raises: OutputError when the disk is full, or it cannot be written for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path}: cannot be written: {error.strerror or error}\n  fix: make room, or choose another place"
+        ) from error
 
 
 def _is_no_folder(path: str) -> bool:
