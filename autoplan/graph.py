@@ -25,7 +25,7 @@ COMPUTE = "compute"
 IMAGE_DIMS = 4  # [sample, channel, height, width]
 # Ops that stand for all that a module does, in a graph of whole modules; see `tracing.module_level`.
 MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
-PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padded_head` computes it
+PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.stages.padded_head` computes it
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 IN_PLACE = "in-place write"  # of `OpGraph.dissolved`: across the borders of blocks
 WRITES_BATCH = "write into the batch"  # of `OpGraph.dissolved`: in place, into inputs or targets

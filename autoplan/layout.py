@@ -106,7 +106,7 @@ class Conversion:
     """How to turn one layout into another.
 
     Attributes:
-        function: name in `runtime.collectives`, or in `runtime.experts`; "" when nothing has to run.
+        function: name in `collectives`, or in `experts`, of `runtime.tensor_parallel`; "" when nothing has to run.
         forward, backward: the collective of each direction ("" for none); its full tensor is the global value.
         is_in_order: whether the parts of the ranks lie one behind the other in the whole, so that none is moved.
     """

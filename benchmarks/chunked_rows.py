@@ -18,7 +18,7 @@ from compiled_head import seconds
 from torch import nn
 from torch.nn import functional as F
 
-from autoplan.runtime.chunked_loss import defer_products
+from autoplan.runtime.stages.chunked_loss import defer_products
 
 # rows of a micro-batch, width, classes: Llama-1B, the mixture, GPT-2 XL with a padded head
 SHAPES = ((65536, 2048, 128256), (131072, 1024, 32000), (32768, 1600, 50304))

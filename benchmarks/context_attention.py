@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from autoplan.runtime import attention
+from autoplan.runtime.tensor_parallel import attention
 
 Tensors = tuple[torch.Tensor, ...]
 N_WARM, N_ROUNDS = 3, 10

@@ -28,7 +28,7 @@ def measure(path: Path) -> None:
     """Every block from bfloat16 and float32 to float32, for 1, 2 and 4 ranks."""
     import torch
 
-    from autoplan.runtime import packing
+    from autoplan.runtime.stages import packing
 
     ways = {"torch": packing.pack_by_torch, "at_once": packing.copy_at_once}
     with path.open("w") as file:

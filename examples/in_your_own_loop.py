@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import autoplan
 from autoplan import runtime
-from autoplan.runtime.checkpoint_weights import export_model, read_weights
+from autoplan.runtime.checkpoints.weight_files import export_model, read_weights
 
 MODULUS, WIDTH, GLOBAL_BATCH, N_STEPS = 31, 64, 128, 200
 

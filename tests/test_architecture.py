@@ -199,7 +199,7 @@ def test_extension_folders_are_never_imported_by_their_bare_names() -> None:
 
 
 def test_runtime_imports_only_torch_the_standard_library_and_itself() -> None:
-    paths = sorted((PACKAGE / "runtime").glob("*.py"))
+    paths = sorted((PACKAGE / "runtime").rglob("*.py"))
     assert paths, "the runtime is missing"
     for path in paths:
         roots = {name.partition(".")[0] for name in _imported(path)}

@@ -28,7 +28,7 @@ from autoplan.runtime import (
     train_steps,
     training_data,
 )
-from autoplan.runtime.checkpoint_weights import export_model, load_initial_weights, read_weights
+from autoplan.runtime.checkpoints.weight_files import export_model, load_initial_weights, read_weights
 
 TOLERANCE = 1e-9
 TENSOR_PARALLEL = Config(tp=2, micro_batch_size=2, precision="fp64")

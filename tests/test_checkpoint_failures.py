@@ -326,12 +326,13 @@ def test_the_watch_for_hangs_does_not_wait_for_a_store_whose_rank_has_ended(monk
 
 
 @pytest.mark.parametrize(
-    ("of_file", "does"), [("train.py", "waits"), ("checkpoint_weights.py", "is busy"), ("checkpoint.py", "is busy")]
+    ("of_file", "does"),
+    [("train.py", "waits"), ("checkpoints/weight_files.py", "is busy"), ("checkpoints/checkpoint.py", "is busy")],
 )
 def test_a_rank_that_waits_for_files_of_others_is_given_the_time_they_take(of_file, does):
     lock = threading.Lock()
     torch_wait = calls(f"{torch.__path__[0]}/distributed/distributed_c10d.py", lock.acquire)
-    runtime_wait = calls(str(Path(hang_watch.__file__).with_name(of_file)), torch_wait)
+    runtime_wait = calls(str(Path(hang_watch.__file__).parent / of_file), torch_wait)
     thread = threading.Thread(target=runtime_wait, daemon=True)
     deadline_s, found = time.monotonic() + 5.0, None
     with lock:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.runtime import CheckpointError, Shard, take_shard
-from autoplan.runtime.checkpoint_folder import (
+from autoplan.runtime.checkpoints.folder import (
     MANIFEST,
     SCHEMA_VERSION,
     STATE,
@@ -32,10 +32,10 @@ from autoplan.runtime.checkpoint_folder import (
     remove_unfinished,
     start_writing,
 )
-from autoplan.runtime.checkpoint_pieces import Piece, pieces_of, whole_tensors
-from autoplan.runtime.checkpoint_planner import IndexReader, read_pieces, write_pieces
-from autoplan.runtime.checkpoint_weights import export_checkpoint, new_safetensors, read_weights
-from autoplan.runtime.folder_lock import lock_folder, unlock_folder
+from autoplan.runtime.checkpoints.folder_lock import lock_folder, unlock_folder
+from autoplan.runtime.checkpoints.planner import IndexReader, read_pieces, write_pieces
+from autoplan.runtime.checkpoints.weight_files import export_checkpoint, new_safetensors, read_weights
+from autoplan.runtime.stages.pieces import Piece, pieces_of, whole_tensors
 
 
 def write(folder, step, **state):

@@ -26,7 +26,7 @@ from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution, Mesh, StagePlan
 from autoplan.rules import load_rules
-from autoplan.runtime.chunked_loss import defer_products
+from autoplan.runtime.stages.chunked_loss import defer_products
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
 from autoplan.space.priced import price_plan, priced_space
@@ -114,7 +114,7 @@ def test_the_generated_product_is_deferred():
     _, plan = chunked("llama", tp=2, sharding="R")
     text = codegen.parallel_model_text(graph_of("llama"), plan, rules=load_rules())
     assert "deferred_linear(" in text and "slice_rows=4096)" in text
-    assert "from runtime.chunked_loss import deferred_linear" in text
+    assert "from runtime.stages.chunked_loss import deferred_linear" in text
 
 
 def test_the_head_is_found_with_all_up_to_the_loss():

@@ -19,7 +19,7 @@ from autoplan.hardware import load_hardware_profile
 from autoplan.layout import parse_layout, sharded
 from autoplan.options import Options
 from autoplan.rules import all_strategies, load_rules, operand_names
-from autoplan.runtime.attention import causal_attention_of_rows
+from autoplan.runtime.tensor_parallel.attention import causal_attention_of_rows
 from autoplan.solver.solve import minimize
 from autoplan.tensor_parallel.sharding import shard_graph
 from autoplan.tensor_parallel.split_names import splits

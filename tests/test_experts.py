@@ -16,7 +16,12 @@ from autoplan.graph import GraphFacts, Op, Ref
 from autoplan.layout import E, parse_layout, sharded
 from autoplan.measuring_program.values import fill_module
 from autoplan.rules import load_rules
-from autoplan.runtime.experts import own_experts_mm, own_rows, own_rows_sum, use_float64_grouped_products
+from autoplan.runtime.tensor_parallel.experts import (
+    own_experts_mm,
+    own_rows,
+    own_rows_sum,
+    use_float64_grouped_products,
+)
 from autoplan.solver.solve import minimize
 from autoplan.tensor_parallel.expert_rows import GROUPED_PRODUCT, with_ends_first
 from autoplan.tensor_parallel.op_strategies import legal_strategies

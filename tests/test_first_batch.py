@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.runtime.config import Config
-from autoplan.runtime.loading import evaluation_data, training_data
+from autoplan.runtime.data.loading import evaluation_data, training_data
+from autoplan.runtime.data.rehearsal import Rehearsal
 from autoplan.runtime.refusal import DataError
-from autoplan.runtime.rehearsal import Rehearsal
 
 CPU = torch.device("cpu")
 CONFIG = Config(dp=2, micro_batch_size=2)  # 4 samples a step, 2 of each rank

@@ -22,7 +22,7 @@ from autoplan.cost.work_context import work_contexts
 from autoplan.hardware import load_hardware_profile
 from autoplan.rules import load_rules
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
-from autoplan.runtime.buffers import cast_buffers
+from autoplan.runtime.building.buffers import cast_buffers
 from autoplan.tracing.trace import module_source, trace_model
 
 FAMILIES = Path(__file__).parent / "families"
@@ -121,11 +121,11 @@ def batches():
 
 def statistics_after_training(precision, *, casts_all=False):
     """Running statistics of one process after some steps; `casts_all` as they were without float32 buffers."""
-    zero = importlib.import_module("autoplan.runtime.zero")
+    zero = importlib.import_module("autoplan.runtime.stages.zero")
     cast = zero.cast_buffers
     config = Config(dp=2, precision=precision, micro_batch_size=4, blocks=("blocks.0",))
     if casts_all:
-        stage_order = importlib.import_module("autoplan.runtime.stage_order")
+        stage_order = importlib.import_module("autoplan.runtime.stages.stage_order")
         stage_order.normalize_in_float32 = lambda stage: None
         zero.cast_buffers = lambda root, dtype, **_: [cast(leaf, dtype) for leaf in plain_leaves(root)]
     model = ParallelModel(config, tiny_norm, mesh=build_rank_mesh(config, "cpu"), seed=3, learning_rate=0.0)
@@ -191,7 +191,7 @@ def train_and_resume(runtime, root, row):
     same = [torch.equal(a, b) for (_, a), (_, b) in zip(model.full_buffers(), again.full_buffers(), strict=True)]
     shared = config.batch_norm == "synchronized" or config.dp == 1  # else a checkpoint holds those of one rank
     model.evaluate(own[0])
-    pieces = importlib.import_module("runtime.checkpoint_state").buffer_pieces(model)
+    pieces = importlib.import_module("runtime.checkpoints.state").buffer_pieces(model)
     saved = {str(piece.tensor.dtype) for piece in pieces if "running" in piece.key}
     held = {str(buffer.dtype) for buffer_name, buffer in model.full_buffers() if "running" in buffer_name}
     return held, saved, first == second and (all(same) or not shared)

@@ -38,7 +38,7 @@ from autoplan.runtime import (
     load_checkpoint,
     local_batch,
 )
-from autoplan.runtime.construction import build_whole_model
+from autoplan.runtime.building.construction import build_whole_model
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 N_MICRO_BATCHES, WIDTH, N_CLASSES = 3, 12, 5

@@ -8,9 +8,10 @@ import torch
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
 
-from autoplan.runtime import Checkpoints, Config, ParallelModel, build_rank_mesh, host_copies, load_checkpoint
-from autoplan.runtime.checkpoint_pieces import pieces_of
-from autoplan.runtime.host_copies import HostCopies
+from autoplan.runtime import Checkpoints, Config, ParallelModel, build_rank_mesh, load_checkpoint
+from autoplan.runtime.checkpoints import host_copies
+from autoplan.runtime.checkpoints.host_copies import HostCopies
+from autoplan.runtime.stages.pieces import pieces_of
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
 

@@ -15,7 +15,7 @@ from autoplan.codegen import config_values
 from autoplan.errors import TraceError
 from autoplan.graph import WRITES_BATCH
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
-from autoplan.runtime.recompute import apply_recompute
+from autoplan.runtime.stages.recompute import apply_recompute
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.trace import ModelSource, trace_model
 

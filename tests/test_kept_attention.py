@@ -22,10 +22,11 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.planning.problem import trace_model
 from autoplan.rules import load_rules
-from autoplan.runtime import Config, kept_attention
-from autoplan.runtime.compiled import compile_blocks
-from autoplan.runtime.model_calls import call_model, loss_of
-from autoplan.runtime.recompute import apply_recompute
+from autoplan.runtime import Config
+from autoplan.runtime.data.model_calls import call_model, loss_of
+from autoplan.runtime.stages import kept_attention
+from autoplan.runtime.stages.compiled import compile_blocks
+from autoplan.runtime.stages.recompute import apply_recompute
 from autoplan.space.priced import priced_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

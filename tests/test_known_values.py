@@ -12,7 +12,7 @@ from torch import nn
 from autoplan import api
 from autoplan.errors import InputError
 from autoplan.options import Options
-from autoplan.runtime.known_values import KnownValues, NumbersOnHost, build_on_meta
+from autoplan.runtime.building.known_values import KnownValues, NumbersOnHost, build_on_meta
 from autoplan.tracing.trace import load_model_file, model_source, trace_model
 
 MODEL = """

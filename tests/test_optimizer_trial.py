@@ -10,7 +10,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon
 from autoplan.graph import WHOLE_OPTIMIZER
 from autoplan.planning.problem import trace_model
 from autoplan.runtime import Config, PlainTraining
-from autoplan.runtime.optimizer import naming_distributed_tensors
+from autoplan.runtime.update.optimizer import naming_distributed_tensors
 from autoplan.tracing.optimizer_trial import computes_with_whole_tensors
 
 CPU = torch.device("cpu")

@@ -119,8 +119,10 @@ def test_installed_wheel_plans_an_example(installed: Path, tmp_path: Path) -> No
     arguments = ("plan", "model.py", "--hw", "dgx_a100_x8", "--global-batch", "64", "--format", "json", "--out", "out")
     found = json.loads(_run(installed, "autoplan", *arguments, cwd=tmp_path))
     assert found["status"] in ("optimal", "feasible") and found["gap"] < 1.01e-3
-    runtime = {path.name for path in (CHECKOUT / "autoplan" / "runtime").glob("*.py")}
-    assert {path.name for path in (tmp_path / "out" / "runtime").glob("*.py")} == runtime
+    runtime = CHECKOUT / "autoplan" / "runtime"
+    modules = {path.relative_to(runtime) for path in runtime.rglob("*.py")}
+    emitted = tmp_path / "out" / "runtime"
+    assert {path.relative_to(emitted) for path in emitted.rglob("*.py")} == modules
 
 
 def test_version_is_the_same_everywhere() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from autoplan.cost.parameters import LEAST_PART_ELEMENTS
-from autoplan.runtime import packing
+from autoplan.runtime.stages import packing
 
 SHAPES = ((8, 3), (4,), (16, 2, 5))
 

@@ -21,8 +21,8 @@ from autoplan.graph import PADDED_LINEAR, Op, Ref, TensorSpec
 from autoplan.hardware import load_hardware_profile
 from autoplan.parallel_plan import Mesh
 from autoplan.rules import LocalCall, load_rules
-from autoplan.runtime.chunked_loss import defer_products
-from autoplan.runtime.padded_head import CLASSES_OF_PADDED_ROWS, pad_classes, padded_linear
+from autoplan.runtime.stages.chunked_loss import defer_products
+from autoplan.runtime.stages.padded_head import CLASSES_OF_PADDED_ROWS, pad_classes, padded_linear
 from autoplan.tracing.trace import ModelSource, trace_model
 
 TOLERANCE = 1e-9
@@ -206,7 +206,10 @@ def test_programs_say_which_product_is_padded():
     split = make_plan("llama_padded", tp=2, sharding="R")
     assert "padded_head" not in config_values(graph, split)
     text = codegen.parallel_model_text(graph, split, rules=RULES)
-    assert "from runtime.padded_head import padded_linear" in text and "padded_linear(norm, self.head.weight)" in text
+    assert (
+        "from runtime.stages.padded_head import padded_linear" in text
+        and "padded_linear(norm, self.head.weight)" in text
+    )
     chunked = codegen.parallel_model_text(graph, dataclasses.replace(split, loss="chunked"), rules=RULES)
     assert "deferred_linear(" in chunked and "pads_classes=True)" in chunked
 

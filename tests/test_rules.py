@@ -23,7 +23,7 @@ from autoplan.codegen.forward import printed_spec
 from autoplan.graph import COMPUTE, PADDED_LINEAR, GraphFacts, PerSample, Ref, Symbol, extent_at
 from autoplan.layout import D, R, local_spec, sharded
 from autoplan.rules import forward_flops, load_rules, operand_names
-from autoplan.runtime import attention, collectives, experts, vocabulary
+from autoplan.runtime.tensor_parallel import attention, collectives, experts, vocabulary
 from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tracing.trace import module_source, trace_model
 
@@ -102,7 +102,7 @@ def run(op, operands, result, *, function="", tp=None, n_unpadded=None):
     call = Call(op, tuple(names), result, "like", "like", batch=str(BATCH), tp="tp", n_unpadded=n_unpadded)
     text = FUNCTIONS[function](call) if function else expression(call)
     known = {"torch": torch, "F": F, "like": like, "tp": tp, "self": types.SimpleNamespace(training=True)}
-    home = importlib.import_module(f"autoplan.runtime.{FUNCTION_MODULES.get(function, 'collectives')}")
+    home = importlib.import_module(f"autoplan.runtime.tensor_parallel.{FUNCTION_MODULES.get(function, 'collectives')}")
     functions = {function: getattr(home, function)} if function else {}
     return eval(text, {**known, **functions, **dict(zip(names, operands, strict=True))})
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, check_steps
-from autoplan.runtime.batch_norm import synchronize_batch_norm
+from autoplan.runtime.stages.batch_norm import synchronize_batch_norm
 
 FAMILIES = Path(__file__).parent / "families"
 N_STEPS = 2

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.runtime.batches import (
+from autoplan.runtime.config import Config
+from autoplan.runtime.data.batches import (
     batch_slice,
     flatten_tensors,
     global_batch,
@@ -17,13 +18,12 @@ from autoplan.runtime.batches import (
     micro_batches,
     tensors_at,
 )
-from autoplan.runtime.config import Config
-from autoplan.runtime.loading import synthetic_batches
-from autoplan.runtime.model_calls import loss_of
-from autoplan.runtime.pipeline import Boundary, PerSample
+from autoplan.runtime.data.loading import synthetic_batches
+from autoplan.runtime.data.model_calls import loss_of
+from autoplan.runtime.data.reading import Position
 from autoplan.runtime.planned_devices import DeviceCountError, WorldSizeError, check_device_count, check_world_size
-from autoplan.runtime.reading import Position
-from autoplan.runtime.recompute import apply_recompute
+from autoplan.runtime.stages.pipeline import Boundary, PerSample
+from autoplan.runtime.stages.recompute import apply_recompute
 
 CONFIG = Config(dp=2, micro_batch_size=2, n_micro_batches=3)
 

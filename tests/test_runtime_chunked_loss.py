@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from autoplan.runtime import chunked_loss, compiled  # noqa: E402
-from autoplan.runtime.chunked_loss import DeferredProduct, defer_products, deferred_linear, whole_logits  # noqa: E402
-from autoplan.runtime.vocabulary import vocab_parallel_cross_entropy  # noqa: E402
+from autoplan.runtime.stages import chunked_loss, compiled  # noqa: E402
+from autoplan.runtime.stages.chunked_loss import DeferredProduct, defer_products, deferred_linear, whole_logits  # noqa: E402
+from autoplan.runtime.tensor_parallel.vocabulary import vocab_parallel_cross_entropy  # noqa: E402
 
 N_SAMPLES, N_PLACES, WIDTH, N_CLASSES = 3, 7, 5, 11
 LOSSES = {

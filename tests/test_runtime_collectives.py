@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from distributed.launch import run_ranks
 
-from autoplan.runtime import collectives, vocabulary
+from autoplan.runtime.tensor_parallel import collectives, vocabulary
 
 # What each rank must hold, from the tensors of all ranks. Dims have 36 = 3 blocks x lcm(2, 3, 4) elements or 24.
 

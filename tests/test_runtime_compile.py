@@ -12,8 +12,8 @@ from torch import nn  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 
-from autoplan.runtime import compiled  # noqa: E402
-from autoplan.runtime.compiled import compile_blocks, naming_a_way_without  # noqa: E402
+from autoplan.runtime.stages import compiled  # noqa: E402
+from autoplan.runtime.stages.compiled import compile_blocks, naming_a_way_without  # noqa: E402
 
 FAMILIES = Path(__file__).parent / "families"
 CPU = torch.device("cpu")

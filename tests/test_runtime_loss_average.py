@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from autoplan.analysis.semantics import check_loss_average, ignored_target
 from autoplan.errors import InputError
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, check_steps, global_batch
-from autoplan.runtime.loss_average import total_count, weigh
+from autoplan.runtime.update.loss_average import total_count, weigh
 from autoplan.tracing.trace import load_model_file, model_source, trace_model
 
 FAMILIES = Path(__file__).parent / "families"

@@ -80,10 +80,10 @@ def test_profiled_step_of_every_rank_is_the_sum_of_its_parts(tmp_path):
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_program_that_forgets_to_reduce_gradients_fails_its_check_after_the_first_step(tmp_path, precision):
     emit(tmp_path, config={"dp": 2, "blocks": ("blocks.0",)}, has_parallel_model=False)
-    zero = (tmp_path / "runtime" / "zero.py").read_text()
+    zero = (tmp_path / "runtime" / "stages" / "zero.py").read_text()
     broken = zero.replace("reduces=zero_stage >= 2 or is_last_micro_batch", "reduces=False")
     assert broken != zero
-    (tmp_path / "runtime" / "zero.py").write_text(broken)
+    (tmp_path / "runtime" / "stages" / "zero.py").write_text(broken)
     done = run_folder(tmp_path, 2, *CHECK, "--dtype", precision)
     assert "exitcode  : 8" in done.stderr
     (line,) = done.stdout.splitlines()

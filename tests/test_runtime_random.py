@@ -12,9 +12,13 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
-from autoplan.runtime.attention import causal_attention_of_rows, grouped_attention_of_rank, rank_attention
 from autoplan.runtime.dropout import without_dropout
-from autoplan.runtime.random import rank_dropout
+from autoplan.runtime.tensor_parallel.attention import (
+    causal_attention_of_rows,
+    grouped_attention_of_rank,
+    rank_attention,
+)
+from autoplan.runtime.tensor_parallel.random import rank_dropout
 
 N, P_DROP, SEED = 40_000, 0.25, 7
 

@@ -29,13 +29,13 @@ from autoplan.runtime import (
     build_rank_mesh,
     load_checkpoint,
 )
-from autoplan.runtime.checkpoint_folder import newest_complete
-from autoplan.runtime.checkpoint_pieces import Piece
-from autoplan.runtime.checkpoint_planner import RankCheckpointError, _SummedFiles, write_pieces
-from autoplan.runtime.finite import NotFiniteError
+from autoplan.runtime.checkpoints.folder import newest_complete
+from autoplan.runtime.checkpoints.planner import RankCheckpointError, _SummedFiles, write_pieces
 from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
 from autoplan.runtime.refusal import DataError, Refusal, said_once
-from autoplan.runtime.zero import local_part
+from autoplan.runtime.stages.pieces import Piece
+from autoplan.runtime.stages.zero import local_part
+from autoplan.runtime.update.finite import NotFiniteError
 
 FSDP = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "n_micro_batches": 2, "precision": "fp64"}
 

@@ -6,8 +6,9 @@ from distributed import tiny_gpt
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
 
-from autoplan.runtime import Config, ParallelModel, build_rank_mesh, replicas
-from autoplan.runtime.zero import local_part
+from autoplan.runtime import Config, ParallelModel, build_rank_mesh
+from autoplan.runtime.stages.zero import local_part
+from autoplan.runtime.update import replicas
 
 EVERY = 3
 

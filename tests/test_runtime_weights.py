@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.runtime.weights import Buffer, Shard, Weights, attach, join_shards, load_weights, take_shard
+from autoplan.runtime.building.weights import Buffer, Shard, Weights, attach, join_shards, load_weights, take_shard
 
 
 class Tied(nn.Module):

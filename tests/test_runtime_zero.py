@@ -1,4 +1,4 @@
-"""When parameters are gathered and gradients reduced under each ZeRO stage: the table in `runtime.zero`, counted."""
+"""When parameters are gathered and gradients reduced under each ZeRO stage: the table of `stages/zero.py`, counted."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh, global_batch, local_batch
-from autoplan.runtime.zero import local_part
+from autoplan.runtime.stages.zero import local_part
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 

@@ -11,8 +11,8 @@ from distributed.resumed import largest_difference
 from torch import nn
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
-from autoplan.runtime.checkpoint_weights import export_model, load_initial_weights, read_weights
-from autoplan.runtime.scalar_parameters import hold_as_vectors
+from autoplan.runtime.checkpoints.weight_files import export_model, load_initial_weights, read_weights
+from autoplan.runtime.stages.scalar_parameters import hold_as_vectors
 
 TOLERANCE = 1e-9
 _SHARDED = {"dp": 2, "zero_shard_degree": 2, "n_micro_batches": 2, "micro_batch_size": 2}

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from distributed.launch import run_ranks
 from torch import nn
 
-from autoplan.runtime import cuda_graph, recompute
-from autoplan.runtime.cuda_graph import StepGraph, _described, _is_like
-from autoplan.runtime.held_values import Watched, changed_between, held_by
-from autoplan.runtime.recompute import apply_recompute, recomputed_and_drawing
 from autoplan.runtime.seeds import host_state
+from autoplan.runtime.stages import cuda_graph, recompute
+from autoplan.runtime.stages.cuda_graph import StepGraph, _described, _is_like
+from autoplan.runtime.stages.held_values import Watched, changed_between, held_by
+from autoplan.runtime.stages.recompute import apply_recompute, recomputed_and_drawing
 
 
 def test_a_batch_is_like_another_one_whatever_its_numbers() -> None:

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
-from autoplan.runtime.construction import build_whole_model
-from autoplan.runtime.known_values import KnownValues, build_on_meta
+from autoplan.runtime.building.construction import build_whole_model
+from autoplan.runtime.building.known_values import KnownValues, build_on_meta
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.overlaid_graph import input_path
 from autoplan.tracing.second_names import SECOND_NAMES

@@ -15,17 +15,17 @@ from torch.optim import lr_scheduler
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
 from autoplan.runtime.float32_products import set_float32_products
-from autoplan.runtime.learning_rate import (
+from autoplan.runtime.parity import Differences, largest_difference
+from autoplan.runtime.stages.zero import local_part
+from autoplan.runtime.update.learning_rate import (
     LearningRate,
     LearningRateError,
     build_scheduler_of,
     load_scheduler,
     step_scheduler,
 )
-from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
-from autoplan.runtime.optimizer import OptimizerError, build_optimizer_of
-from autoplan.runtime.parity import Differences, largest_difference
-from autoplan.runtime.zero import local_part
+from autoplan.runtime.update.loss_scale import GROWTH_STEPS, LossScale
+from autoplan.runtime.update.optimizer import OptimizerError, build_optimizer_of
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 PLAIN = Config(precision="fp64", micro_batch_size=2, n_micro_batches=2, blocks=BLOCKS)

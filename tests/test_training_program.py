@@ -19,11 +19,11 @@ from autoplan.codegen.libraries import libraries_of
 from autoplan.codegen.train_script import train_script
 from autoplan.options import PRECISIONS, TORCH_PRECISIONS
 from autoplan.runtime.config import Config
-from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from autoplan.runtime.refusal import OptionError, OutputError
 from autoplan.runtime.step_trace import StepTrace
 from autoplan.runtime.train import train_steps, write_records
+from autoplan.runtime.update.learning_rate import LearningRate
 
 CHECKOUT = Path(__file__).parent.parent
 TEXT = CHECKOUT / "examples" / "data" / "stories.txt"

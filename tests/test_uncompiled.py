@@ -16,7 +16,7 @@ from autoplan.errors import InputError, UsageError
 from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
-from autoplan.runtime.compiled import compiled
+from autoplan.runtime.stages.compiled import compiled
 from autoplan.space.choices import executions
 from autoplan.tracing.trace import ModelSource, trace_model
 

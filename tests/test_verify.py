@@ -24,7 +24,7 @@ from autoplan.output.verify import (
     verification_text,
     verify_folder,
 )
-from autoplan.runtime.cuda_graph import N_STEPS_BEFORE
+from autoplan.runtime.stages.cuda_graph import N_STEPS_BEFORE
 from autoplan.units import GiB
 
 AGREES = {"loss": 1e-15, "gradient": 1e-14, "parameter": 0.0}

@@ -54,7 +54,7 @@ def kernel_of(
     if precision == "fp64" or mask_is_scattered:
         return "math"
     if precision in IN_16_BITS and attention != "efficient":
-        # where the rows of a causal query are split, `runtime.attention` calls flash attention itself
+        # where the rows of a causal query are split, `runtime.tensor_parallel.attention` calls flash attention itself
         if not masks and is_of_one_size and (attention == "flash" or has_split_rows(op, operands)):
             return "flash"
         if attention == "cudnn" and not mask_has_gradient:

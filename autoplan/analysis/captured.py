@@ -2,7 +2,7 @@
 
 A graph replays what it saw: the same kernels on the same memory. What cannot be in one: code that waits for the device
 to know how to go on, and numbers of the host's that change from step to step. What a trace does not show, the program
-notices before it captures anything (see `runtime.cuda_graph`).
+notices before it captures anything (see `runtime.stages.cuda_graph`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     x --linear (a module of its own)--> views of whole rows, casts --> cross_entropy (mean or sum) --> loss
 
-What these ops compute between x and the loss, nothing else reads. `runtime.chunked_loss` says how a slice is computed.
+What these ops compute between x and the loss, nothing else reads. How a slice is computed says
+`runtime.stages.chunked_loss`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def patterns(names: Collection[str], *, others: Iterable[str] = ()) -> tuple[str
     return tuple(dict.fromkeys(name if pattern in foreign else pattern for name, pattern in starred))
 
 
-def _without_numbers(name: str) -> str:  # as in runtime.buffers
+def _without_numbers(name: str) -> str:  # as in runtime.building.buffers
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

@@ -20,9 +20,10 @@ text and layout_text are Python source itself: its pieces, and its layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from autoplan.analysis.chunked_loss import chunked_head, is_in_compiled
@@ -81,8 +82,15 @@ def generate(
 
 def runtime_files() -> dict[str, str]:
     """The runtime as every folder holds it, by relative path."""
-    paths = sorted((files("autoplan") / "runtime").iterdir(), key=lambda item: item.name)
-    return {f"runtime/{path.name}": path.read_text() for path in paths if path.name.endswith(".py")}
+    return dict(_python_files(files("autoplan") / "runtime", "runtime"))
+
+
+def _python_files(folder: Traversable, name: str) -> Iterator[tuple[str, str]]:
+    for item in sorted(folder.iterdir(), key=lambda item: item.name):
+        if item.name.endswith(".py"):
+            yield f"{name}/{item.name}", item.read_text()
+        elif item.is_dir() and item.name != "__pycache__":
+            yield from _python_files(item, f"{name}/{item.name}")
 
 
 def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:

@@ -54,11 +54,11 @@ MIXED_KERNEL_S = 3.4e-6
 # cast of 1.35, and 0.4 us to the next one (H100, benchmarks/results/step_kernels_resnet_h100_x4_2026-11-27.txt).
 COPY_KERNEL_S, CAST_KERNEL_S = 1.4e-6, 1.75e-6
 # Copying gradients to where their reduction reads them: 2.6 TB/s in one dtype, and 2.5 from bf16 to float32 where
-# `runtime.packing` does it at once, else as other ops of two dtypes; a copy of one tensor reaches 3.0 (H100,
+# `runtime.stages.packing` does it at once, else as other ops of two dtypes; a copy of one tensor reaches 3.0 (H100,
 # benchmarks/results/packing_h100_2026-11-27.jsonl; an H200 3.4 to 3.7, 3.3 and 4.2).
 PACK_FRACTION = 0.87
 PACK_MIXED_FRACTION = 0.82
-LEAST_PART_ELEMENTS = 1 << 20  # as in `runtime.packing`, which programs have without this module
+LEAST_PART_ELEMENTS = 1 << 20  # as in `runtime.stages.packing`, which programs have without this module
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from autoplan.hardware.fields import PAIR_KINDS
 from autoplan.measure_hardware.device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
 from autoplan.measure_hardware.link_fit import CollectiveTime
 from autoplan.measure_hardware.measured_host import OverlapTimes, Rate, Together
-from autoplan.runtime.collectives import all_reduce
+from autoplan.runtime.tensor_parallel.collectives import all_reduce
 from autoplan.units import GiB, KiB, MiB
 
 GROWTH = 4

@@ -24,7 +24,7 @@ from autoplan.measure_hardware.device import N_SMALL
 from autoplan.measure_hardware.links import Ranks
 from autoplan.measure_hardware.measured_host import Rate
 from autoplan.runtime.config import Config
-from autoplan.runtime.pipeline import Boundary, PerSample, Pipeline
+from autoplan.runtime.stages.pipeline import Boundary, PerSample, Pipeline
 
 WIDTH, N_LAYERS = 32, 8
 FEW, MANY = 8, 40  # micro-batches of a step

@@ -1,7 +1,8 @@
 """Measures what `fully_shard` takes of the host: the hooks of a block, gathering it, reducing it, the optimizer.
 
 Blocks of tiny products run forward and backward as a step of several micro-batches, alone and sharded as programs do it
-(`runtime.zero`). The device has next to nothing to do, so what passes is the host's time. `host_shares` reads it.
+(`runtime.stages.zero`). The device has next to nothing to do, so what passes is the host's time, which `host_shares`
+reads.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoplan.measure_hardware.host_shares import ShardedPasses
 from autoplan.measure_hardware.links import Ranks
 from autoplan.runtime.config import Config
-from autoplan.runtime.optimizer import LEARNING_RATE, build_optimizer_of
-from autoplan.runtime.zero import apply_zero, local_part, prepare_backward
+from autoplan.runtime.stages.zero import apply_zero, local_part, prepare_backward
+from autoplan.runtime.update.optimizer import LEARNING_RATE, build_optimizer_of
 
 N_BLOCKS, WIDTH = 16, 32
 LAYERS_OF_BLOCK = (1, 8)  # two parameters each

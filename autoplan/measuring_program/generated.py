@@ -1,7 +1,7 @@
 """Calls of generated segments, eager or compiled.
 
-What is measured compiled is compiled as `runtime.compiled` does it: the forward pass of a block, of whose copies all
-run the same compiled code, and the loss function. Compiling itself is over before anything is timed.
+What is measured compiled is compiled as `runtime.stages.compiled` does it: the forward pass of a block, of whose copies
+all run the same compiled code, and the loss function. Compiling itself is over before anything is timed.
 """
 
 import functools
@@ -70,7 +70,7 @@ def _loss(
     if not region["has_loss"]:
         return None
     generated: Any = importlib.import_module(region["module"])
-    calls: Any = importlib.import_module("runtime.model_calls")
+    calls: Any = importlib.import_module("runtime.data.model_calls")
     tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
     targets = _structure([(d["path"], _input(d, batch_size, dtype, device)) for d in region["targets"]])
 

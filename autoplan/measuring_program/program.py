@@ -90,7 +90,7 @@ def _in_format(build: Callable[[], Call], memory_format: str) -> Callable[[], Ca
     if memory_format == CONTIGUOUS:
         return build
 
-    formats: Any = importlib.import_module("runtime.memory_format")
+    formats: Any = importlib.import_module("runtime.data.memory_format")
 
     def build_converted() -> Call:
         call = build()
@@ -200,7 +200,7 @@ def measure(
         )
     if plan["has_own_ops"]:
         importlib.import_module("model")
-    backend = backend or importlib.import_module("runtime.compiled").backend_of(device)
+    backend = backend or importlib.import_module("runtime.stages.compiled").backend_of(device)
     earlier = _result_cache(cache, plan, folder, seconds=seconds, backend=backend)
     run = _measuring(plan, Clock(device, seconds), backend)
     torch.manual_seed(0)
@@ -249,7 +249,7 @@ def _result_cache(
     path: Path | None, plan: dict[str, Any], folder: Path, *, seconds: float, backend: Backend
 ) -> ResultCache:
     model = folder / "model.py"
-    compiling = Path(str(importlib.import_module("runtime.compiled").__file__))
+    compiling = Path(str(importlib.import_module("runtime.stages.compiled").__file__))
     own_texts = "".join(path.read_text() for path in (*sorted(Path(__file__).parent.glob("*.py")), compiling))
     own_hash = hashlib.sha256(own_texts.encode()).hexdigest()
     of_torch = backend if isinstance(backend, str) else f"{backend.__module__}.{backend.__qualname__}"

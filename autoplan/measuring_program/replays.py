@@ -33,7 +33,7 @@ def replayed_s(parts: Sequence[Callable[[], None]], clock: Clock) -> list[tuple[
         return []
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(clock.device)
     events = [_event() for _ in range(len(parts) + 1)]
-    hidden = importlib.import_module("runtime.cuda_graph").hidden_capture
+    hidden = importlib.import_module("runtime.stages.cuda_graph").hidden_capture
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"), hidden():
             events[0].record()

@@ -69,9 +69,9 @@ def replace_collectives() -> LocalCollectives:
     """From now on generated code communicates with nobody."""
     local = LocalCollectives()
     for name in ("collectives", "vocabulary", "attention"):
-        module: Any = importlib.import_module(f"runtime.{name}")
+        module: Any = importlib.import_module(f"runtime.tensor_parallel.{name}")
         module.dist = local
-    module = importlib.import_module("runtime.collectives")
+    module = importlib.import_module("runtime.tensor_parallel.collectives")
     module._all_gather_tensor, module._reduce_scatter_tensor = local.all_gather, local.reduce_scatter
     return local
 
@@ -79,6 +79,6 @@ def replace_collectives() -> LocalCollectives:
 def collective_names() -> frozenset[str]:
     """The names under which autograd runs the collectives of generated code, which stand-ins do from now on."""
     replace_collectives()
-    modules = (importlib.import_module(f"runtime.{name}") for name in ("collectives", "vocabulary"))
+    modules = (importlib.import_module(f"runtime.tensor_parallel.{name}") for name in ("collectives", "vocabulary"))
     found = (x for module in modules for x in vars(module).values())
     return frozenset(x.__name__ for x in found if isinstance(x, type) and issubclass(x, torch.autograd.Function))

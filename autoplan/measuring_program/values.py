@@ -63,8 +63,8 @@ def fill_module(module: nn.Module, dtype: torch.dtype, *, float32_buffers: Colle
             if buffer is not None and buffer.is_floating_point():
                 owner._buffers[name] = buffer.to(torch.float32 if is_16_bit else dtype)
     if is_16_bit:
-        buffers: Any = importlib.import_module("runtime.buffers")
-        batch_norm: Any = importlib.import_module("runtime.batch_norm")
+        buffers: Any = importlib.import_module("runtime.building.buffers")
+        batch_norm: Any = importlib.import_module("runtime.stages.batch_norm")
         buffers.cast_buffers(module, dtype, kept=float32_buffers)
         batch_norm.normalize_in_float32(module)
     for buffer in module.buffers():

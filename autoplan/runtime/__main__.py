@@ -7,9 +7,9 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from .checkpoint import checkpoint_at
-from .checkpoint_folder import check_complete, check_undamaged, damaged_files
-from .checkpoint_weights import export_checkpoint
+from .checkpoints.checkpoint import checkpoint_at
+from .checkpoints.folder import check_complete, check_undamaged, damaged_files
+from .checkpoints.weight_files import export_checkpoint
 
 
 def main(arguments: Sequence[str]) -> None:

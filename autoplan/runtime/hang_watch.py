@@ -39,7 +39,7 @@ MAX_INTERVAL_S = 5.0
 FAILED = "failed"  # under which the store has the rank that ended with an error
 _RUNTIME = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
-_OF_FILES = "checkpoint*.py"
+_OF_FILES = _RUNTIME / "checkpoints"
 _WAITING_IN = (_TORCH / "distributed", _TORCH / "autograd", _TORCH / "cuda")
 
 
@@ -105,7 +105,7 @@ def whereabouts(thread: int) -> tuple[str, str] | None:
     called = stack[last + 1 :]
     waits = any(_is_in(file, _WAITING_IN) for file, _, _ in called)
     waits = waits or (not called and _is_in(stack[last][0], (_RUNTIME,)))
-    waits = waits and not any(Path(file).match(_OF_FILES) and _is_in(file, (_RUNTIME,)) for file, _, _ in stack)
+    waits = waits and not any(_is_in(file, (_OF_FILES,)) for file, _, _ in stack)
     return "waits" if waits else "is busy", "{}:{} in {}".format(*stack[last])
 
 

@@ -14,44 +14,52 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batches import Batch, flatten_tensors, for_users_code, map_tensors, micro_batches, tensors_at, tensors_in_place
-from .checkpoint_pieces import WholeTensors, whole_tensors
-from .chunked_loss import whole_logits
-from .collectives import all_gather, all_reduce
-from .compiled import compiled, naming_a_way_without
+from .building.construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
+from .building.weights import Shard, join_shards
 from .config import Config
-from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
-from .cuda_graph import StepGraph
-from .experts import use_float64_grouped_products
-from .finite import finite_update
+from .data.batches import (
+    Batch,
+    flatten_tensors,
+    for_users_code,
+    map_tensors,
+    micro_batches,
+    tensors_at,
+    tensors_in_place,
+)
+from .data.model_calls import call_model, loss_function
+from .data.rehearsal import Rehearsal
+from .data.same_batch import check_same_batch
 from .float32_products import set_float32_products
-from .grad_compression import PowerSGD
-from .gradients import (
+from .mesh import RankMesh
+from .process_group import failing_after_others
+from .seeds import training_seed
+from .stages.chunked_loss import whole_logits
+from .stages.compiled import compiled, naming_a_way_without
+from .stages.cuda_graph import StepGraph
+from .stages.grad_compression import PowerSGD
+from .stages.pieces import WholeTensors, whole_tensors
+from .stages.pipeline import Pipeline
+from .stages.recompute import unchanged_buffers
+from .stages.stage_order import apply_in_order
+from .stages.unused import UnusedParameters
+from .stages.zero import finish_weights, free_reduced_gradients, prepare_backward, sharded_modules, whole
+from .step_profile import OPTIMIZER_MARK
+from .tensor_parallel.collectives import all_gather, all_reduce
+from .tensor_parallel.experts import use_float64_grouped_products
+from .update.finite import finite_update
+from .update.gradients import (
     clip_gradients,
     scale_gradients,
     squared_norm_share,
     sum_partial_gradients,
     sum_tied_gradients,
 )
-from .learning_rate import LearningRate, build_scheduler_of, load_scheduler, step_scheduler
-from .loss_average import total_count, weigh
-from .loss_scale import LossScale
-from .mesh import RankMesh
-from .model_calls import call_model, loss_function
-from .named_parameters import name_parameters
-from .optimizer import LEARNING_RATE, build_optimizer_of, naming_distributed_tensors
-from .pipeline import Pipeline
-from .process_group import failing_after_others
-from .recompute import unchanged_buffers
-from .rehearsal import Rehearsal
-from .replicas import equalize_replicas
-from .same_batch import check_same_batch
-from .seeds import training_seed
-from .stage_order import apply_in_order
-from .step_profile import OPTIMIZER_MARK
-from .unused import UnusedParameters
-from .weights import Shard, join_shards
-from .zero import finish_weights, free_reduced_gradients, prepare_backward, sharded_modules, whole
+from .update.learning_rate import LearningRate, build_scheduler_of, load_scheduler, step_scheduler
+from .update.loss_average import total_count, weigh
+from .update.loss_scale import LossScale
+from .update.named_parameters import name_parameters
+from .update.optimizer import LEARNING_RATE, build_optimizer_of, naming_distributed_tensors
+from .update.replicas import equalize_replicas
 
 
 class ParallelModel(nn.Module):

@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batches import Batch, batch_slice, for_users_code, map_tensors
+from .building.construction import build_whole_model
 from .config import Config
-from .construction import build_whole_model
-from .learning_rate import LearningRate, build_scheduler_of, step_scheduler
-from .loss_average import total_count, weigh
-from .model_calls import call_model, loss_of
-from .optimizer import LEARNING_RATE, build_optimizer_of
+from .data.batches import Batch, batch_slice, for_users_code, map_tensors
+from .data.model_calls import call_model, loss_of
 from .parallel import ParallelModel
-from .recompute import unchanged_buffers
+from .stages.recompute import unchanged_buffers
+from .update.learning_rate import LearningRate, build_scheduler_of, step_scheduler
+from .update.loss_average import total_count, weigh
+from .update.optimizer import LEARNING_RATE, build_optimizer_of
 
 # Largest accepted difference of the loss (relative, above 1) and of gradients (relative to the largest gradient). In
 # float64 only the order of additions differs. In float32 and tf32 the same, at their precision. In 16 bits the program

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .batches import Batch, global_batch, local_batch
+from .data.batches import Batch, global_batch, local_batch
+from .data.loading import TrainingData
+from .data.reading import START
 from .dropout import without_dropout
-from .loading import TrainingData
 from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name, json_value
 from .parallel import ParallelModel
 from .parity import PlainTraining, compare, largest_difference
 from .process_group import from_first_rank
-from .reading import START
 from .step_profile import StepProfile
 from .step_trace import StepTrace
 from .written_paths import writing

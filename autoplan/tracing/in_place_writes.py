@@ -3,7 +3,7 @@
     x = embed(tokens); block: x += y     a block writes what was made outside of it
     y = block(x); y += x                 what a block made is written outside of it
 
-A program of the user's own classes then needs `runtime.in_place`.
+A program of the user's own classes then needs `runtime.stages.in_place`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What forward decides by the values of constants: `if (mask == causal).all()`, which a trace cannot tell.
 
 torch's own encoders and decoders ask so whether their mask is causal. Where a trace fails for want of values, the model
-runs once on meta tensors whose values are known (`runtime.known_values`): its buffers, as `build_model` leaves them,
-and what follows from them and from constants. The next trace gets the same answers in the same lines:
+runs once on meta tensors whose values are known (`runtime.building.known_values`): its buffers, as `build_model` leaves
+them, and what follows from them and from constants. The next trace gets the same answers in the same lines:
 
     run      line 12: bool(x) is True    line 12: bool(y) is False
     trace    line 12: bool(x) -> True    line 12: bool(y) -> False
@@ -38,7 +38,7 @@ Answers = Mapping[tuple[str, int], tuple[bool, ...]]  # by file and line, as the
 
 def known_buffers(build_model: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
     """The values of buffers that follow from constants, by name."""
-    from autoplan.runtime.known_values import KnownValues, NumbersOnHost
+    from autoplan.runtime.building.known_values import KnownValues, NumbersOnHost
 
     with torch.device("meta"), KnownValues(MOST_ELEMENTS) as known, NumbersOnHost(known):
         model = build_model()
@@ -50,7 +50,7 @@ def find_answers(run: Callable[[], Any], model: nn.Module, values: Mapping[str, 
 
     Raises: whatever `run` raises where a value is not known.
     """
-    from autoplan.runtime.known_values import KnownValues, NumbersOnHost
+    from autoplan.runtime.building.known_values import KnownValues, NumbersOnHost
 
     buffers, asked = dict(model.named_buffers()), _Asked()
     versions = {name: own._version for name, own in buffers.items()}

@@ -73,6 +73,6 @@ def _build_knowing_numbers(build: Callable[[], nn.Module]) -> nn.Module:
     except (RuntimeError, TypeError) as error:
         if not _LACKS_VALUES.search(str(error)):
             raise
-    from autoplan.runtime.known_values import build_with_values
+    from autoplan.runtime.building.known_values import build_with_values
 
     return build_with_values(build)

@@ -10,7 +10,7 @@ from distributed.programs import Row, check_programs
 def check_chunked_programs(root: str, rows: list[Row], n_steps: int) -> dict[str, list[Any]]:
     """On one rank, as `check_programs`."""
     sys.path.insert(0, root)
-    chunked_loss = importlib.import_module("runtime.chunked_loss")
+    chunked_loss = importlib.import_module("runtime.stages.chunked_loss")
     chunked_loss._Product.whole = _refuse
     return check_programs(root, rows, n_steps)
 

@@ -13,8 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runtime import cuda_graph
 from runtime.config import Config
+from runtime.stages import cuda_graph
 
 told: list[str] = []
 

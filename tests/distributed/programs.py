@@ -175,9 +175,9 @@ def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[Row]:
             overrides=overrides,
         )
         texts = dict(program.files)
-        (root / "runtime").mkdir(exist_ok=True)
         for path, text in texts.items():
             if path.startswith("runtime/") and runtime.get(path) != text:
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
                 (root / path).write_text(text)
                 runtime[path] = text
         (root / f"model_{name}.py").write_text(texts["model.py"])

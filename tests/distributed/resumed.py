@@ -47,7 +47,7 @@ def train_undisturbed(root: str, rows: list[Row], n_steps: int, n_steps_each: in
 
         config = runtime.Config(**config_fields)
         if config.precision == "fp64":
-            importlib.import_module("runtime.experts").use_float64_grouped_products()
+            importlib.import_module("runtime.tensor_parallel.experts").use_float64_grouped_products()
         model_file, cpu = importlib.import_module(f"model_{name}"), torch.device("cpu")
         plain = runtime.PlainTraining(config, model_file, build_device=cpu, device=cpu, overrides=overrides, **OPTIONS)
         losses = []

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.runtime import Boundary, PerSample, Shard, Weights, attach
-from autoplan.runtime.collectives import all_reduce, copy_to_tp
-from autoplan.runtime.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autoplan.runtime.tensor_parallel.collectives import all_reduce, copy_to_tp
+from autoplan.runtime.tensor_parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 
 from .tiny_gpt import N_HEADS, N_LAYERS, SEQ, VOCABULARY, WIDTH
 

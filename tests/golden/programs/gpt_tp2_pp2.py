@@ -8,10 +8,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from runtime.collectives import all_gather, all_gather_reduce_grad, all_to_all, pad_to_partial, reduce_scatter, shard
-from runtime.pipeline import Boundary, PerSample
-from runtime.vocabulary import vocab_parallel_cross_entropy
-from runtime.weights import Shard, Weights
+from runtime.building.weights import Shard, Weights
+from runtime.stages.pipeline import Boundary, PerSample
+from runtime.tensor_parallel.collectives import (
+    all_gather,
+    all_gather_reduce_grad,
+    all_to_all,
+    pad_to_partial,
+    reduce_scatter,
+    shard,
+)
+from runtime.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 
 
 class Block(nn.Module):

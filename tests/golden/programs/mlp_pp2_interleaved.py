@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from runtime.pipeline import Boundary, PerSample
-from runtime.weights import Shard, Weights
+from runtime.building.weights import Shard, Weights
+from runtime.stages.pipeline import Boundary, PerSample
 
 
 class Block(nn.Module):
