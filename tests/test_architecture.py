@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import networkx as nx
@@ -204,6 +205,17 @@ def test_runtime_imports_only_torch_the_standard_library_and_itself() -> None:
     for path in paths:
         roots = {name.partition(".")[0] for name in _imported(path)}
         assert roots <= {"torch", *sys.stdlib_module_names}, _name(path)
+
+
+def test_folders_of_the_runtime_need_one_another_in_one_direction() -> None:
+    runtime = PACKAGE / "runtime"
+    needed: dict[str, set[str]] = {}
+    for path in runtime.glob("*/*.py"):
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.level == 2:
+                folder = (node.module or "").partition(".")[0]
+                needed.setdefault(path.parent.name, set()).update({folder} & {p.name for p in runtime.iterdir()})
+    assert len(list(TopologicalSorter(needed).static_order())) >= 6  # raises CycleError where they do not
 
 
 def test_importing_autoplan_loads_neither_torch_nor_the_solver() -> None:

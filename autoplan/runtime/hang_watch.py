@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .parallel import ParallelModel
-from .process_group import OTHERS_FIRST_S, tell_of_failure
+from .process_group import tell_of_failure
+from .refusal import OTHERS_FIRST_S, is_first_of_host
 
 CONNECTION_S = 30.0  # the store is up, since the ranks met in it, unless the rank that holds it has ended already
 LOOKS_PER_LIMIT = 10
@@ -140,7 +141,7 @@ def _leave_if_another_failed(board: Store) -> None:
         why = f"rank {board.get(FAILED).decode()} ended with an error"
     except dist.DistError:
         why = "the store of the launcher is gone, with the job"
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_of_host():
         print(f"{why}; so do the ranks of this host that wait", file=sys.stderr, flush=True)
     os._exit(1)
 

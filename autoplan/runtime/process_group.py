@@ -23,10 +23,9 @@ from torch.distributed import ProcessGroup
 
 from .config import Config
 from .planned_devices import check_device_count, check_world_size
-from .refusal import Refusal
+from .refusal import OTHERS_FIRST_S, Refusal
 
 TIMEOUT_S = 600.0
-OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 

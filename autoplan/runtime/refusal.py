@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ClassVar, TypeVar
 
-FIRST_SPEAKS_S = 5.0  # torchrun looks at its processes every 0.1 s
+OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
 Result = TypeVar("Result")
 
 
@@ -67,7 +67,7 @@ def let_first_speak() -> None:
     """
     if not is_first_of_host():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(FIRST_SPEAKS_S)
+        time.sleep(OTHERS_FIRST_S)
 
 
 def said_once(program: Callable[[], Result]) -> Callable[[], Result]:
