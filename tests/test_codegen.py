@@ -1,5 +1,6 @@
 """The generated program as text: golden, laid out as formatters do it, free of lint, in the words of the user."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,15 @@ def test_a_long_statement_is_broken_as_the_formatter_breaks_it(text, tmp_path):
     assert len(statement(text)) > 1
     done = run_ruff("format", "--isolated", "--line-length", "120", "--diff", str(path))
     assert done.returncode == 0, done.stdout
+
+
+def test_a_cast_that_float64_needs_is_there_in_all_precisions_as_all_are_checked_in_it():
+    plan = make_plan("mixed_dtypes", tp=2, sharding="R")
+    texts = [
+        parallel_model_text(graph_of("mixed_dtypes"), replace(plan, precision=precision), rules=load_rules())
+        for precision in ("fp32", "fp64")
+    ]
+    assert all("weights.to(torch.float32)" in text for text in texts)
 
 
 def test_config_names_the_recomputed_modules_and_the_blocks():

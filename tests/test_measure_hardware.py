@@ -350,7 +350,7 @@ def test_two_processes_write_a_valid_profile_and_every_time(tmp_path, program, s
     assert "gloo" in sources["host_link.all_reduce_bus_rate"]
     assert done.stdout.count("my_box") == 1  # the sheet, once, from rank 0
     found = json.loads((tmp_path / "my_box.json").read_text())
-    assert {time["kind"] for time in found["times"]} == {*KINDS, "send", "sendrecv"}
+    assert {time["kind"] for time in found["times"]} == {*KINDS, "broadcast", "send", "sendrecv"}
     products = [rate for rate in found["rates"] if rate["what"].startswith("product")]
     assert products and all(rate["seconds"] * rate["n_calls"] >= sustained_s for rate in products)
 

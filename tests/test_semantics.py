@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from autoplan.analysis.float64_weights import fails_in_float64
 from autoplan.analysis.semantics import STATEMENTS, notes
 from autoplan.answers.answer import answer_from_json, answer_to_dict, answer_to_json
 from autoplan.checks.fixes import check_fixed
@@ -372,6 +373,16 @@ def convolved_in_float32(layer, x):
     return F.conv1d(x.float().unsqueeze(1), layer.weight.unsqueeze(1), padding=2)[:, 0, :WIDTH]
 
 
+class Normed(nn.LayerNorm):
+    """A norm in float32, with weights as they are."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
 def in_float32_with_weights(layer, x):
     return F.linear(x.float(), layer.weight.float(), layer.bias.float()).to(x.dtype)
 
@@ -397,6 +408,16 @@ def test_a_product_of_two_dtypes_is_refused_in_16_bits_alone(function):
 def test_products_that_cast_their_operands_and_those_of_a_loss_pass(function):
     graph = graph_of(lambda: Calling(function), weighted, is_regression=True)
     check_product_dtypes(graph, "bf16", rules=load_rules(()))
+
+
+@pytest.mark.parametrize("inner", [lambda: Calling(in_float32), lambda: Calling(convolved_in_float32), Normed])
+def test_weights_that_meet_numbers_cast_to_float32_fail_in_float64(inner):
+    assert fails_in_float64(graph_of(inner))
+
+
+@pytest.mark.parametrize("function", [in_float32_with_weights, in_float32_with_autocast, nn.Linear.forward])
+def test_numbers_cast_together_with_weights_or_by_autocast_or_in_the_loss_do_not_fail_in_float64(function):
+    assert not fails_in_float64(graph_of(lambda: Calling(function), weighted, is_regression=True))
 
 
 def test_random_numbers_and_written_buffers_are_stated():

@@ -111,11 +111,15 @@ def test_the_figures_of_all_steps_are_json_that_any_reader_takes(tmp_path):
 @pytest.fixture
 def parse(monkeypatch):
     """What a program makes of its command line; `parse.model` is its model file."""
+    return parser_of(monkeypatch, {})
+
+
+def parser_of(monkeypatch, config):
     model = types.ModuleType("model")
     monkeypatch.setitem(sys.modules, "runtime", autoplan.runtime)
     monkeypatch.setitem(sys.modules, "model", model)
     program = {"__name__": "train"}
-    exec(train_script(header="Train.", config={}, has_parallel_model=False), program)
+    exec(train_script(header="Train.", config=config, has_parallel_model=False), program)
 
     def parsed(*options):
         monkeypatch.setattr(sys, "argv", ["train.py", *options])
@@ -134,6 +138,15 @@ def test_dtype_takes_the_names_of_the_planner_and_those_of_torch(parse, capsys):
     with pytest.raises(SystemExit):
         parse("--dtype", "fp8")
     assert "invalid choice: 'fp8'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["fp64", "float64"])
+def test_float64_is_refused_where_the_model_fails_in_it(monkeypatch, capsys, name):
+    parsed = parser_of(monkeypatch, {"fails_in_float64": True})
+    with pytest.raises(SystemExit):
+        parsed("--check", "--dtype", name)
+    assert "found float64" in (told := capsys.readouterr().err) and "fix: --dtype float32" in told
+    assert parsed("--check", "--dtype", "float32").check and parsed("--check").check
 
 
 @pytest.mark.parametrize(

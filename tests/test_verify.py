@@ -90,8 +90,19 @@ def test_cpu_run_checks_parity_in_float64_on_every_process_of_the_plan(folder: P
     text = verification_text(found)
     assert "equal one process" in text
     assert "predicted  measured" not in text and "Run on cpu. The step (1.6 s predicted)" in text
-    assert "compared with one:" not in text
+    assert "compared with one:" not in text and "Compared in" not in text
     assert "one process was compared with one: plan --fix dp=2" in verification_text(replace(found, n_processes=1))
+
+
+def test_a_model_that_fails_in_float64_is_compared_in_float32_and_that_is_said(tmp_path: Path, answer: Answer) -> None:
+    failing = replace(answer, fails_in_float64=True)
+    write_folder(tmp_path / "cast", {"train.py": "", **report_files(failing)})
+    start, seen = _program()
+    found = verify_folder(tmp_path / "cast", n_steps=3, device="cpu", start=start)
+    assert seen[seen.index("--dtype") + 1] == "float32" and found.parity_dtype == "float32"
+    assert "Compared in float32, not in float64" in verification_text(found)
+    start, _ = _program(device="Toy 1T", differences=None)
+    assert "Compared" not in verification_text(verify_folder(tmp_path / "cast", n_steps=3, device="cuda", start=start))
 
 
 def test_on_cpu_all_hosts_are_processes_of_this_machine_and_on_gpus_refused(tmp_path: Path, answer: Answer) -> None:

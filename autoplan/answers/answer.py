@@ -122,6 +122,7 @@ class Answer:
         request: what was asked; None when that cannot be asked again.
         ops: of the segments of the best plan, as measured and as computed; none where they were not measured.
         splits: what its tensor-parallel ranks split, one phrase each; see `tensor_parallel.split_names`.
+        fails_in_float64: whether the program cannot be compared in float64; see `analysis.float64_weights`.
     """
 
     workload: Workload
@@ -130,6 +131,7 @@ class Answer:
     request: Request | None = None
     ops: tuple[SegmentComparison, ...] = ()
     splits: tuple[str, ...] = ()
+    fails_in_float64: bool = False
 
     @property
     def best(self) -> Candidate:
@@ -300,6 +302,7 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "ops_without_rule": list(answer.workload.ops_without_rule),
         "notes": list(answer.notes),
         "splits": list(answer.splits),
+        "fails_in_float64": answer.fails_in_float64,
         "request": encode(answer.request),
         "ops": encode(answer.ops),
         "workload": encode(answer.workload),
@@ -385,6 +388,7 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
         request=decode(Request | None, content["request"], f"{where}: request"),
         ops=decode(tuple[SegmentComparison, ...], content.get("ops", []), f"{where}: ops"),
         splits=decode(tuple[str, ...], content.get("splits", []), f"{where}: splits"),
+        fails_in_float64=decode(bool, content.get("fails_in_float64", False), f"{where}: fails_in_float64"),
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from autoplan.analysis.chunked_loss import chunked_head, is_in_compiled
 from autoplan.analysis.float32_buffers import float32_buffers, patterns, running_statistics
+from autoplan.analysis.float64_weights import fails_in_float64
 from autoplan.analysis.head_group import head_group
 from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
@@ -126,6 +127,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         **({"writes_batch": True} if WRITES_BATCH in graph.dissolved else {}),
         **_buffer_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
+        **({"fails_in_float64": True} if fails_in_float64(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),
     }
 

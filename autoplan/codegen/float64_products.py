@@ -1,8 +1,8 @@
-"""Which operands of a product a float64 program must round to float32 first.
+"""Which operands of a product must be rounded to float32 first where a program runs in float64.
 
 A model is traced in bfloat16, where bfloat16 + float32 gives float32, and a cast of that to float32 is no operator. In
 float64 the sum stays float64, and the cast is missing: a product of it with a float32 tensor, which needs two of one
-dtype, would fail.
+dtype, would fail. In other precisions, in which programs are checked in float64 too, the cast does nothing.
 
     h = (x.float() + bias).float()      traced: h is float32        in float64: h is float64
     y = h @ x.float()                   fits                        h.to(torch.float32) @ ...
@@ -13,14 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from functools import lru_cache
 
+from autoplan.analysis.float64_weights import PRODUCTS
 from autoplan.codegen.value_names import operator_name
 from autoplan.graph import COMPUTE, Argument, GraphFacts, Op, OpGraph, Symbol, TensorSpec
 from autoplan.rules import operand_names
-
-PRODUCTS = frozenset(
-    {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "dot", "einsum"}
-    | {"linear", "matmul", "mm", "mv", "scaled_dot_product_attention"}
-)
 
 
 def rounded_operands(graph: OpGraph, op: Op) -> tuple[int, ...]:

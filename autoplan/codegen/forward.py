@@ -247,7 +247,7 @@ def _has_effect(op: Op) -> bool:
 
 
 def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> str:
-    rounded = rounded_operands(context.graph, op) if context.precision == "fp64" else ()
+    rounded = rounded_operands(context.graph, op)
     operands = tuple(
         placeholder(index) + (".to(torch.float32)" if index in rounded else "")
         for index in range(len(operand_names(op)))

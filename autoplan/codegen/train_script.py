@@ -67,7 +67,7 @@ def parse_arguments():
     arguments = parser.parse_args()
     check_options(parser, arguments)
     check_rate(parser, arguments, model_file)
-    return arguments
+{refusals}    return arguments
 
 
 @record
@@ -146,6 +146,14 @@ _CHECK_PLAINLY = """\
     if arguments.check:  # one process loses nothing of its gradients
         config = dataclasses.replace(config, grad_compression="none")
 """
+_REFUSE_FLOAT64 = """\
+    if PRECISIONS.get(arguments.dtype, PLAN.precision) == "fp64":
+        parser.error(
+            "argument --dtype: found float64, which the model cannot compute in\\n"
+            "  expected: float32 weights, since forward casts to float32 what it computes with them: head(x.float())\\n"
+            "  fix: --dtype float32"
+        )
+"""
 _TRY_CONVOLUTIONS = """\
     torch.backends.cudnn.benchmark = True  # the first step tries which algorithm of each convolution is fastest
 """
@@ -182,6 +190,7 @@ def train_script(
         workload=_fields(workload or {}),
         overrides=_value(dict(overrides or {})),
         launch_option=_LAUNCH_OPTION if "cuda_graph" in config else "",
+        refusals=_REFUSE_FLOAT64 if config.get("fails_in_float64") else "",
         changes=_CHECK_PLAINLY * ("grad_compression" in config)
         + _LAUNCH_PLAINLY * ("cuda_graph" in config)
         + _TRY_CONVOLUTIONS * has_convolutions,

@@ -73,7 +73,7 @@ BUS_RATE = _rate("229 GB/s", "achieved bus bandwidth of a large all-reduce")
 # Kinds of communication whose bus rate may differ from that of an all-reduce; an all-gather stands for reduce-scatter.
 LINK_KINDS = ("all_gather", "all_to_all", "send")
 PAIR_KINDS = ("send", "sendrecv")  # from one device to another, and as much back at once
-TIMED_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *PAIR_KINDS)
+TIMED_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", *PAIR_KINDS)
 
 DEVICE_FIELDS: Mapping[str, Quantity] = {
     "memory": Quantity(units.BYTE_UNITS, units.GiB, 2 * units.TiB, "80 GiB", "memory that the driver offers"),

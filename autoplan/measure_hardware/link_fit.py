@@ -28,11 +28,13 @@ LATENCY_RANGE_S = (1e-7, 1e-2)
 HALF_RATE_RANGE_BYTES = (KiB, GiB)
 N_GRID_POINTS, N_REFINEMENTS = 17, 4
 _NVLS_STEPS = 2
+WHOLE_KINDS = ("broadcast", "send", "sendrecv")  # every link carries the whole tensor
+WITHOUT_FORMULA = ("broadcast", "sendrecv")  # no plan is priced by one
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """One timed collective; `kind` is one of `cost.collective_time.KINDS`, or of `hardware.fields.PAIR_KINDS`.
+    """One timed collective; `kind` is one of `hardware.fields.TIMED_KINDS`.
 
     `size_bytes` is the full tensor, as in `cost.collective_time.collective_s`; `seconds` that of the slowest rank.
     """
@@ -47,7 +49,7 @@ class CollectiveTime:
     def moved_bytes(self) -> float:
         """Bytes that a ring sends over each link, one way; divided by `seconds` it is the bus bandwidth."""
         n = self.n_devices
-        shares = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n / n, "send": 1.0, "sendrecv": 1.0}
+        shares = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n / n, **dict.fromkeys(WHOLE_KINDS, 1.0)}
         return shares.get(self.kind, (n - 1) / n) * self.size_bytes
 
 
@@ -59,7 +61,7 @@ class LinkFit:
         all_reduce_bytes_per_s: (group size, rate) of a ring, ascending; the last is the whole host.
         kind_bytes_per_s: of an "all_gather", an "all_to_all" of the whole host, and a "send"; those that were timed.
         multicast_bytes_per_s: all-reduce of the whole host in the switch; None where it was a ring.
-        errors: (time, predicted seconds / measured seconds) of every time but sendrecvs, which no formula is for.
+        errors: (time, predicted seconds / measured seconds) of every time but those of `WITHOUT_FORMULA`.
     """
 
     latency_s: float
@@ -153,7 +155,7 @@ def _rated(
         multicast_rate = rate(("all_reduce",), n_devices, _NVLS_STEPS, _slow_start())
         reduce_rates[n_devices] = gather_rate
     of_kinds, of_groups = tuple(kind_rates.items()), tuple(reduce_rates.items())
-    priced = [time for time in times if time.kind != "sendrecv"]
+    priced = [time for time in times if time.kind not in WITHOUT_FORMULA]
     fit = LinkFit(latency_s, half_rate_bytes, of_groups, of_kinds, multicast_rate, ())
     return replace(fit, errors=tuple((time, predicted_s(time, fit) / time.seconds) for time in priced))
 

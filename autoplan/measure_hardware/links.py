@@ -155,6 +155,11 @@ def _all_to_all(n_elements: int, n_devices: int, group: Any, device: torch.devic
     return lambda: dist.all_to_all_single(target, source, group=group)
 
 
+def _broadcast(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+    full = torch.ones(n_elements, device=device)
+    return lambda: dist.broadcast(full, group=group, group_src=0)
+
+
 def _send(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
     """From the first rank of the pair to the second."""
     tensor = torch.ones(n_elements, device=device)
@@ -181,6 +186,7 @@ COLLECTIVE_CALLS: dict[str, Callable[[int, int, Any, torch.device], Call]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
     "send": _send,
     "sendrecv": _sendrecv,
 }

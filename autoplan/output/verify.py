@@ -101,6 +101,7 @@ class Verification:
 
     Attributes:
         parity: whether loss, gradients and parameters agreed with one process; None when that was not checked.
+        parity_dtype: in which that was; float32 where the model fails in float64. None when it was not checked.
         measured_step_s: None on other hardware than planned for, where a step time says nothing about the estimate.
         within_interval: whether step and allocated memory lie in the predicted intervals; None when not measured.
         interval_source: what the intervals rest on.
@@ -117,6 +118,7 @@ class Verification:
     interval_source: str
     comparisons: tuple[Comparison, ...]
     details: dict[str, Any]
+    parity_dtype: str | None = None
 
 
 def verify_folder(
@@ -129,9 +131,9 @@ def verify_folder(
 ) -> Verification:
     """Check the folder, run its program for `n_steps`, and compare; `progress` is told when it starts.
 
-    On CPU the program runs in float64 beside one plain process and must agree with it, processes of all hosts on this
-    one. On CUDA it is timed for at least two steps, after `N_BEFORE_REPLAYS` more where it has a CUDA graph, and then
-    profiled for two more.
+    On CPU the program runs in float64 (see `_parity_dtype`) beside one plain process and must agree with it, processes
+    of all hosts on this one. On CUDA it is timed for at least two steps, after `N_BEFORE_REPLAYS` more where it has a
+    CUDA graph, and then profiled for two more.
 
     Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
         when it does not run on this device.
@@ -153,7 +155,8 @@ def verify_folder(
     progress(f"running {folder} for {n_steps} steps on {device}")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "result.json"
-        code = start(_command(n_processes, n_before + n_steps, device, report), folder)
+        command = _command(n_processes, n_before + n_steps, device, report, dtype=_parity_dtype(answer))
+        code = start(command, folder)
         details = json.loads(report.read_text()) if report.is_file() else {}
     wrong = next((step for step in details.get("steps", ()) if step.get("is_wrong")), None)
     if wrong is not None:
@@ -189,11 +192,16 @@ def _was_compared(details: dict[str, Any]) -> bool:
     return any(step.get("differences") for step in details.get("steps", ()))
 
 
-def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[str]:
+def _parity_dtype(answer: Answer) -> str:
+    """In which the program is compared with one process: the most exact one that the model can compute in."""
+    return "float32" if answer.fails_in_float64 else "float64"
+
+
+def _command(n_processes: int, n_steps: int, device: str, report: Path, *, dtype: str) -> list[str]:
     launcher = [sys.executable, "-c", _TORCHRUN, "--standalone", f"--nproc-per-node={n_processes}"]
     launcher += ["train.py", "--device", device, "--out-json", str(report)]
     if device == "cpu":
-        return [*launcher, "--steps", str(n_steps), "--dtype", "float64", "--check"]
+        return [*launcher, "--steps", str(n_steps), "--dtype", dtype, "--check"]
     # the step before the traced one is slow, too: it warms the profiler up
     traced = ["--profile-steps", f"{n_steps + 1}:{n_steps + 2}", "--profile-dir", str(report.parent / "profile")]
     return [*launcher, "--steps", str(n_steps + 2), "--repeat-batches", str(N_BATCHES), *traced]
@@ -220,6 +228,7 @@ def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int, n_before:
         interval_source=interval_source(best),
         comparisons=comparisons,
         details=details,
+        parity_dtype=_parity_dtype(answer) if _was_compared(details) else None,
     )
 
 
@@ -304,6 +313,8 @@ def verification_text(found: Verification) -> str:
         tables += [_table(whole, "difference", "expected"), found.interval_source]
     if parts:
         tables += [_table(parts, "of the step", ""), COMPONENTS_NOTE]
+    if found.parity_dtype == "float32":
+        tables.append("Compared in float32, not in float64: forward casts numbers to it that it computes with weights.")
     if found.parity is not None and found.n_processes == 1:
         tables.append("The plan uses one device, so one process was compared with one: plan --fix dp=2 spreads it.")
     if found.measured_step_s is None:

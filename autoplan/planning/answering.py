@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.analysis.float64_weights import fails_in_float64
 from autoplan.analysis.semantics import notes
 from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.hardware.cluster import Cluster, device_names, kinds_of, mean_price_usd_per_device_hour
@@ -34,7 +35,14 @@ def answer_of(problem: Problem, result: SearchResult) -> Answer:
     graph, plan = problem.graph, result.best.plan
     is_searched = result.status != "given"
     workload = _workload(problem, compiles=plan.mesh.compile, mesh=plan.mesh if is_searched else None)
-    return Answer(workload, result, notes=notes(graph, plan), request=request, splits=splits(graph, plan))
+    return Answer(
+        workload,
+        result,
+        notes=notes(graph, plan),
+        request=request,
+        splits=splits(graph, plan),
+        fails_in_float64=fails_in_float64(graph),
+    )
 
 
 def model_name(model: str | Path) -> str:

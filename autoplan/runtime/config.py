@@ -59,6 +59,7 @@ class Config:
         writes_batch: forward or loss_fn writes into what they are given, so they are given copies.
         float32_buffers: names, with `*` for numbers, of buffers that stay in float32 in 16 bits; see `buffers`.
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
+        fails_in_float64: forward takes numbers that it cast to float32 together with weights, which then must be in it.
         device_bytes: device memory that torch's allocator is expected to take, per pipeline rank, or per share of the
             batch; empty if not known.
         is_module_level: forward branches on data, so each rank may use other parameters; see `unused`.
@@ -95,6 +96,7 @@ class Config:
     writes_batch: bool = False
     float32_buffers: tuple[str, ...] = ()
     computes_in_float32: bool = False
+    fails_in_float64: bool = False
     is_module_level: bool = False
     device_bytes: tuple[int, ...] = ()
 
