@@ -55,6 +55,16 @@ def synchronize_batch_norm(root: nn.Module, recomputed: Iterable[str], groups: G
         module.forward = functools.partial(_run_with, synchronized, module.forward)
 
 
+def leave_ranks_to_plan(root: nn.Module) -> None:
+    """Let each `nn.SyncBatchNorm` of `root` call `F.batch_norm`, as other BatchNorm does.
+
+    By itself it takes the samples of all ranks on CUDA, whatever the plan says, and refuses tensors on the CPU.
+    """
+    norms: list[Any] = [m for m in root.modules() if type(m).forward is nn.SyncBatchNorm.forward]
+    for module in norms:
+        module.forward = functools.partial(nn.modules.batchnorm._BatchNorm.forward, module)
+
+
 def normalize_in_float32(root: nn.Module) -> None:
     """Let the `nn.BatchNorm` modules of `root` take weights in 16 bits beside statistics in float32."""
     norms: list[nn.Module] = [m for m in root.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .batch_norm import leave_ranks_to_plan
 from .config import Config
 from .known_values import NumbersOnHost, build_on_meta
 from .mesh import RankMesh
@@ -27,7 +28,8 @@ def build_whole_model(
 ) -> nn.Module:
     """The user's model under one seed, on `device`, in training mode, with real numbers in `dtype`.
 
-    Complex buffers stay as they are; `model.to(dtype)` would make them real.
+    Complex buffers stay as they are; `model.to(dtype)` would make them real. Whose samples `nn.SyncBatchNorm` takes is
+    left to the plan.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +39,7 @@ def build_whole_model(
     with torch.device(device), NumbersOnHost():
         model = build_model()
     model._apply(cast)  # type: ignore[no-untyped-call]
+    leave_ranks_to_plan(model)
     return model.train()
 
 
