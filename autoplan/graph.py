@@ -223,6 +223,8 @@ class OpGraph:
             `WRITES_BATCH`, `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `WHOLE_OPTIMIZER`.
         optimizer_failure: `ERROR at FILE:LINE: TEXT` with which a trial of the user's optimizer failed; "" it did not.
         waits_at: `FILE:LINE: TEXT` where the user's own forward waits for the device; "" nowhere, as far as known.
+        synchronizes_batch_norm: whether the user's model has an `nn.SyncBatchNorm` in training, of which the ops do not
+            tell that it takes the samples of all ranks.
     """
 
     name: str
@@ -235,6 +237,7 @@ class OpGraph:
     dissolved: tuple[str, ...] = ()
     waits_at: str = ""
     optimizer_failure: str = ""
+    synchronizes_batch_norm: bool = False
 
     def __hash__(self) -> int:
         """Of a few fields: what is remembered per graph must not read all its ops each time."""
@@ -287,7 +290,7 @@ class OpGraph:
 
 _CLASSES = {cls.__name__: cls for cls in (PerSample, TensorSpec, Ref, Symbol, Op, Parameter, Input, Segment, OpGraph)}
 _LEFT_OUT_IF_EMPTY = frozenset(
-    {"waits_at", "optimizer_failure"}
+    {"waits_at", "optimizer_failure", "synchronizes_batch_norm"}
 )  # newer than plans that are kept with the hash of their graph
 _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CLASSES.items()}
 

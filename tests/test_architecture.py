@@ -32,6 +32,7 @@ TORCH_PLACES = (
             "refused_writes",
             "second_run",
             "shapes_by_values",
+            "sync_batch_norm",
             "trace",
             "host_reads",
             "whole_dropout",

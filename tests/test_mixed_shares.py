@@ -128,6 +128,13 @@ def test_nothing_is_shared_where_the_options_do_not_allow_it(fix: tuple[str, str
     assert ShareQueue(space, replace(EXACT, fix=(fix,)), known_s=INFINITY).pop(known_s=INFINITY) is None
 
 
+def test_nothing_is_shared_where_the_model_synchronizes_its_batch_norm() -> None:
+    space = mixed_space((layered(4, layer_s=1.0), layered(4, layer_s=2.0)))
+    synchronizing, local = replace(space, batch_norm="synchronized"), replace(EXACT, fix=(("batch_norm", "local"),))
+    assert ShareQueue(synchronizing, EXACT, known_s=INFINITY).pop(known_s=INFINITY) is None
+    assert ShareQueue(synchronizing, local, known_s=INFINITY).bound_s < INFINITY
+
+
 # ------------------------------------------------------------------------------------------------------------- price
 
 

@@ -45,6 +45,7 @@ TWO_RANKS = in_both_ways(
         "zero 3 with recompute": ("tiny_norm", plan(dp=2, recompute=BLOCKS[1:], **ZERO_3)),
         "pp 2 with recompute": ("tiny_norm", plan(pp=2, n_micro_batches=3, recompute=BLOCKS)),
         "the user's own checkpoint": ("own_checkpoint", plan(dp=2)),
+        "nn.SyncBatchNorm": ("converted", plan(dp=2)),
         "resnet zero 3 with recompute": ("resnet", plan(dp=2, recompute=RESNET_BLOCKS, **ZERO_3, **RESNET)),
     }
 )
@@ -65,11 +66,17 @@ FOUR_RANKS = in_both_ways(
 )
 
 
+def converted():
+    return nn.SyncBatchNorm.convert_sync_batchnorm(tiny_norm.build_model())
+
+
 def model_file_of(name):
     if name == "tiny_norm":
         return tiny_norm
     if name == "own_checkpoint":
         return SimpleNamespace(**{**vars(tiny_norm), "build_model": lambda: tiny_norm.Classifier(own_checkpoint=True)})
+    if name == "converted":
+        return SimpleNamespace(**{**vars(tiny_norm), "build_model": converted})
     spec = importlib.util.spec_from_file_location(name, FAMILIES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +29,7 @@ from autoplan.report.plan import plan_report, program_header
 from autoplan.rules import load_rules
 from autoplan.search.meshes import Captures
 from autoplan.space.choices import codes
+from autoplan.space.priced import priced_space
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.trace import ModelSource, trace_model
 
@@ -123,6 +125,41 @@ def test_local_batch_norm_is_stated_with_its_samples_and_the_other_choice():
 def test_synchronized_batch_norm_is_stated_with_its_samples():
     note = only_note(graph_of(lambda: nn.BatchNorm1d(WIDTH)), batch_norm="synchronized")
     assert "on all 2 data-parallel ranks (4 samples), not of the global batch (12)" in note
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_a_model_that_synchronizes_its_batch_norm_is_planned_so_unless_it_is_fixed(trace):
+    def planned(inner, *fix):
+        graph = graph_of(lambda: inner(WIDTH), trace=trace)
+        space = priced_space(graph, load_hardware_profile("dgx_h100_x8"), Options(fix=fix), global_batch=12)
+        plan = space.make_plan(DATA_PARALLEL, (StagePlan(0, len(graph.segments)),))
+        return plan.batch_norm, notes_of(graph, batch_norm=plan.batch_norm)[0]
+
+    way, note = planned(nn.SyncBatchNorm)
+    assert way == "synchronized"
+    assert "on all 2 data-parallel ranks (4 samples)" in note
+    way, note = planned(nn.SyncBatchNorm, ("batch_norm", "local"))
+    assert way == "local"
+    assert "on one rank (2 samples)" in note
+    assert planned(nn.BatchNorm1d)[0] == "local"
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_synchronized_batch_norm_is_traced_alike_in_a_process_that_has_joined_a_group(trace):
+    alone = graph_of(lambda: nn.SyncBatchNorm(WIDTH), trace=trace)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert graph_of(lambda: nn.SyncBatchNorm(WIDTH), trace=trace) == alone
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_whose_synchronized_batch_norm_is_frozen_is_planned_as_any_other():
+    class Frozen(nn.SyncBatchNorm):
+        def train(self, mode=True):
+            return super().train(False)
+
+    assert not graph_of(lambda: Frozen(WIDTH)).synchronizes_batch_norm
 
 
 def test_batch_norm_without_running_statistics_is_stated_too():

@@ -15,6 +15,7 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import Device
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.options import (
+    BATCH_NORMS,
     DEFAULT_POWERSGD_RANK,
     GRAD_COMPRESSIONS,
     LOSSES,
@@ -43,6 +44,11 @@ def compression_choice(options: Options) -> Compression:
     name = fixed(options, "grad_compression") or GRAD_COMPRESSIONS[0]
     rank = fixed_int(options, "powersgd_rank") or DEFAULT_POWERSGD_RANK
     return Compression(name, rank if name == "powersgd" else None)
+
+
+def default_batch_norm(graph: OpGraph) -> str:
+    """Whose statistics BatchNorm takes unless the user fixes it: as the user's own model does."""
+    return BATCH_NORMS[graph.synchronizes_batch_norm]
 
 
 def executions(

@@ -26,7 +26,7 @@ from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
 from autoplan.search.meshes import MakePlan, divisors, fixed, fixed_int
 from autoplan.search.mixed.meshes import Groups, GroupSpace, MixedSpace
-from autoplan.space.choices import compression_choice, loss_choice
+from autoplan.space.choices import compression_choice, default_batch_norm, loss_choice
 from autoplan.space.layouts import of_size, shardings_by_size
 from autoplan.space.priced import priced_space
 
@@ -67,6 +67,7 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
         price=lambda mesh, groups: of_size(pricers, mesh)(mesh, groups),
         make_plan=partial(_plan_over_groups, offered[0].make_plan, cluster),
         layout_sizes=tuple(pricers),
+        batch_norm=default_batch_norm(graph),
     )
 
 

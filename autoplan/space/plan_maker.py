@@ -9,11 +9,11 @@ from autoplan.analysis.chunked_loss import can_chunk
 from autoplan.analysis.kept_attention import recomputes_attention
 from autoplan.cost.works import Shardings
 from autoplan.graph import OpGraph
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, Options
+from autoplan.options import LOSS_AVERAGES, LOSSES, Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import OpRule
 from autoplan.search.meshes import fixed
-from autoplan.space.choices import compression_choice, loss_choice
+from autoplan.space.choices import compression_choice, default_batch_norm, loss_choice
 from autoplan.space.layouts import of_size
 
 
@@ -65,7 +65,7 @@ class PlanMaker:
             n_hosts=self.n_hosts,
             recompute=_recompute_name(graph, kept, n_copies=len(mesh.all_shares)),
             loss=loss,
-            batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
+            batch_norm=fixed(options, "batch_norm") or default_batch_norm(graph),
             loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
             grad_compression=compression.name,
             powersgd_rank=compression.rank,

@@ -54,6 +54,7 @@ from autoplan.tracing.dissolved import FREEZING, watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
 from autoplan.tracing.returned_loss import check_returned
 from autoplan.tracing.segments import block_path, split_segments
+from autoplan.tracing.sync_batch_norm import batch_norm_of_one_process, synchronizes_batch_norm
 from autoplan.tracing.trace import (
     ModelSource,
     call_model,
@@ -85,7 +86,8 @@ def trace_modules(source: ModelSource) -> OpGraph:
         model = in_traced_dtype(model).train()
         first, second = _run(source, model, BATCH_A), _run(source, model, BATCH_B)
     order = tuple(dict.fromkeys((*first.order, *second.order)))
-    return _graph(source, model, first, second, order)
+    graph = _graph(source, model, first, second, order)
+    return replace(graph, synchronizes_batch_norm=synchronizes_batch_norm(model))
 
 
 # ---------------------------------------------------------------- one run
@@ -200,7 +202,7 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     watching = watch_dissolved(model)
     with _hooks(model, counter, results, order), _errors_of_the_model(source, model), watching as dissolved:
         keeping = torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor)
-        with keeping, counter:
+        with keeping, counter, batch_norm_of_one_process():
             outputs = call_model(model, inputs)
             counter.places[-1] = LOSS
             loss = outputs if source.loss_fn is None else source.loss_fn(outputs, targets)

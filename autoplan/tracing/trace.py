@@ -52,6 +52,7 @@ from autoplan.tracing.refused_writes import refuse_what_autograd_refuses, writes
 from autoplan.tracing.returned_loss import check_returned
 from autoplan.tracing.second_run import like_an_export, record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
+from autoplan.tracing.sync_batch_norm import batch_norm_of_one_process, synchronizes_batch_norm
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
 from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, lacks_values, made_batch, trace_failure
@@ -163,7 +164,7 @@ def trace_model(source: ModelSource) -> OpGraph:
         raise TraceError(f"{source.where}: an operator depends on {error.cause}{place}\n  found: {error}") from error
     with _on_meta():
         waits_at = waiting_place(lambda: call_model(first.model, first.batch[0]))
-    return replace(graph, waits_at=waits_at)
+    return replace(graph, waits_at=waits_at, synchronizes_batch_norm=synchronizes_batch_norm(first.model))
 
 
 def _second_run(source: ModelSource, first: Trace) -> Run | None:
@@ -410,7 +411,12 @@ def _on_meta() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), autocast_on_meta():
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+            autocast_on_meta(),
+            batch_norm_of_one_process(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ def build_whole_model(
 ) -> nn.Module:
     """The user's model under one seed, on `device`, in training mode, with real numbers in `dtype`.
 
-    Complex buffers stay as they are; `model.to(dtype)` would make them real.
+    Complex buffers stay as they are; `model.to(dtype)` would make them real. Whose samples `nn.SyncBatchNorm` takes is
+    left to the plan.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +39,18 @@ def build_whole_model(
     with torch.device(device), NumbersOnHost():
         model = build_model()
     model._apply(cast)  # type: ignore[no-untyped-call]
+    _leave_ranks_to_plan(model)
     return model.train()
+
+
+def _leave_ranks_to_plan(root: nn.Module) -> None:
+    """Let each `nn.SyncBatchNorm` of `root` call `F.batch_norm`, as other BatchNorm does.
+
+    By itself it takes the samples of all ranks on CUDA, whatever the plan says, and refuses tensors on the CPU.
+    """
+    norms: list[Any] = [m for m in root.modules() if type(m).forward is nn.SyncBatchNorm.forward]
+    for module in norms:
+        module.forward = functools.partial(nn.modules.batchnorm._BatchNorm.forward, module)
 
 
 def construction_device(

@@ -19,7 +19,7 @@ from itertools import permutations, product
 import numpy as np
 
 from autoplan.cost.table import CostTable
-from autoplan.options import PLAIN_SCHEDULE, Options
+from autoplan.options import BATCH_NORMS, PLAIN_SCHEDULE, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.meshes import (
     MakePlan,
@@ -65,6 +65,7 @@ class MixedSpace:
         price: the table of a mesh whose pipeline ranks, or shares of the batch, are on these groups.
         make_plan: likewise its plan.
         layout_sizes: micro-batch sizes of which every other one shares the tensor-parallel layout with some.
+        batch_norm: that of a plan where the options do not fix it.
     """
 
     groups: tuple[GroupSpace, ...]
@@ -72,6 +73,7 @@ class MixedSpace:
     price: Callable[[Mesh, Groups], CostTable]
     make_plan: Callable[[Mesh, Groups, tuple[StagePlan, ...]], Plan]
     layout_sizes: tuple[int, ...] = (1,)
+    batch_norm: str = BATCH_NORMS[0]
 
 
 @dataclass(frozen=True, slots=True)

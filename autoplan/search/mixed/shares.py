@@ -30,7 +30,7 @@ class ShareQueue:
 
     def __init__(self, space: MixedSpace, options: Options, *, known_s: float) -> None:
         self._space = space
-        self._families = tuple(share_families(space, options, known_s=known_s)) if _are_allowed(options) else ()
+        self._families = tuple(share_families(space, options, known_s=known_s)) if _are_allowed(space, options) else ()
         numbers = np.repeat(np.arange(len(self._families)), [len(own.bounds_s) for own in self._families])
         rows = np.concatenate([np.zeros(0, dtype=int), *(np.arange(len(own.bounds_s)) for own in self._families)])
         bounds_s = np.concatenate([np.zeros(0), *(own.bounds_s for own in self._families)])
@@ -88,8 +88,8 @@ def micro_batch_counts(total: int, steps: Sequence[int], most: Sequence[int]) ->
             yield (first, *rest)
 
 
-def _are_allowed(options: Options) -> bool:
+def _are_allowed(space: MixedSpace, options: Options) -> bool:
     """Not with what ranks do together in every micro-batch, nor with compressed gradients."""
-    is_alone = fixed(options, "batch_norm") in (None, BATCH_NORMS[0])
+    is_alone = (fixed(options, "batch_norm") or space.batch_norm) == BATCH_NORMS[0]
     is_whole = fixed(options, "grad_compression") in (None, GRAD_COMPRESSIONS[0])
     return is_alone and is_whole and all(fixed_int(options, name) in (None, 1) for name in ("pp", "stages_per_rank"))
