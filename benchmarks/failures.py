@@ -8,7 +8,7 @@ The model is `examples/text_gpt.py` on its own text, in float32. A rank fails on
 what Python does in every step, of a CUDA graph too) or as it completes the files of a checkpoint, in a step drawn at
 random. A rank that hangs must be named, after `LIMIT_S`. Under `torchrun --max-restarts 1` each run must go on from
 its newest complete checkpoint and end with the losses of the undisturbed run of the same program. A sample of another
-length, or a loss that is not finite, on one rank must end all ranks at once, with exit code 1 and one message.
+length, or a loss that is not finite, on one rank must end all ranks with exit code 1 and a message.
 """
 
 import argparse
@@ -162,14 +162,14 @@ def run(folder: Path, results: Path, device: str, seed: int, only: list[str]) ->
 
 
 def said_by_ranks(text: str) -> list[str]:
-    """Without what torchrun says, and after it."""
+    """Without what torchrun says, and after it, and without warnings of torch."""
     lines = re.split(r"^Traceback|={20}", text, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
-    return [line for line in lines if line and not re.match(r"[WEI]\d{4} |\*{10}", line)]
+    return [line for line in lines if line and not re.match(r"[WEI]\d{4} |\*{10}", line) and "Warning: " not in line]
 
 
 def is_message(line: str) -> bool:
-    """Not a warning of torch, nor the line of code that follows it, nor what the program says of a save."""
-    return "Warning: " not in line and not line.startswith(("  ", "an error ends the run once the save"))
+    """Neither what follows one, nor what the program says of a save."""
+    return not line.startswith(("  ", "an error ends the run once the save"))
 
 
 def launched(path: Path, device: str, *, n_restarts: int, failure: str = "none,-1,-1"):

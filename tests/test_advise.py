@@ -186,7 +186,7 @@ def test_the_fewest_devices_that_meet_a_deadline_are_advised_and_not_the_whole_h
     whole = "use the whole host by data parallelism"
     assert advised(deadline_s=8001.0)[0] == "stay on one device" and whole not in advised(deadline_s=8001.0)
     two = advised(deadline_s=5000.0)
-    assert two[0] == "take 2 devices: fewer miss the deadline, or do not hold it" and whole not in two
+    assert two[0] == "take 2 devices: fewer miss the deadline, or are short of memory" and whole not in two
     assert advised(deadline_s=1100.0)[0] == whole
 
 

@@ -311,7 +311,9 @@ def test_a_rank_that_waits_for_one_that_ended_with_an_error_leaves(monkeypatch, 
     assert not left
     process_group._leave(1)  # this process stands for both ranks
     wait()
-    assert left == [("MainThread", 1), ("hang watch", 1)]
+    [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
+    watch.join(10.0)
+    assert left == [("MainThread", 1), ("hang watch", 1)] and not watch.is_alive()
     assert capfd.readouterr().err == "rank 1 ended with an error; so do the ranks of this host that wait\n"
 
 

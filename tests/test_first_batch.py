@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.runtime.config import Config
-from autoplan.runtime.data.loading import evaluation_data, training_data
-from autoplan.runtime.data.rehearsal import Rehearsal
+from autoplan.runtime.input_pipeline.loading import evaluation_data, training_data
+from autoplan.runtime.input_pipeline.rehearsal import Rehearsal
 from autoplan.runtime.refusal import DataError
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from distributed.launch import run_program
 from autoplan import api, cli
 from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.options import Options
-from autoplan.runtime.data.model_calls import call_model
+from autoplan.runtime.input_pipeline.model_calls import call_model
 from autoplan.tracing.hugging_face import model_file_text, write_model_file
 from autoplan.tracing.trace import load_model_file, model_source, trace_model
 

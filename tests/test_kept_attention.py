@@ -23,7 +23,7 @@ from autoplan.parallel_plan import Mesh
 from autoplan.planning.problem import trace_model
 from autoplan.rules import load_rules
 from autoplan.runtime import Config
-from autoplan.runtime.data.model_calls import call_model, loss_of
+from autoplan.runtime.input_pipeline.model_calls import call_model, loss_of
 from autoplan.runtime.stages import kept_attention
 from autoplan.runtime.stages.compiled import compile_blocks
 from autoplan.runtime.stages.recompute import apply_recompute

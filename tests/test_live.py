@@ -11,7 +11,7 @@ from autoplan.errors import InputError, PlanMismatchError, UsageError
 from autoplan.live import live_program, parallelize, trace
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.runtime import Checkpoints
-from autoplan.runtime.data.same_batch import _digest
+from autoplan.runtime.input_pipeline.same_batch import _digest
 from autoplan.tracing.trace import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

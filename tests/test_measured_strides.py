@@ -22,8 +22,8 @@ from autoplan.measuring_program.strides import StageStrides
 from autoplan.measuring_program.timing import tensors_of
 from autoplan.measuring_program.values import default_dtype, fill_module
 from autoplan.rules import load_rules
-from autoplan.runtime.data.batches import flatten_tensors
-from autoplan.runtime.data.model_calls import loss_of
+from autoplan.runtime.input_pipeline.batches import flatten_tensors
+from autoplan.runtime.input_pipeline.model_calls import loss_of
 from autoplan.space.current_code import one_stage_plan
 from autoplan.tracing.trace import call_model
 

@@ -29,7 +29,7 @@ from autoplan.parallel_plan import Execution
 from autoplan.processes import start_process
 from autoplan.report.measured_profile import results_table
 from autoplan.report.plan import plan_report
-from autoplan.runtime.data.memory_format import plainly_channels_last, take_images
+from autoplan.runtime.input_pipeline.memory_format import plainly_channels_last, take_images
 from autoplan.runtime.tensor_parallel import collectives
 from autoplan.space.choices import executions
 

@@ -17,7 +17,7 @@ from autoplan.graph import graph_from_json, graph_to_json
 from autoplan.live import parallelize
 from autoplan.options import Options
 from autoplan.rules import LocalCall, load_rules
-from autoplan.runtime.data.batches import batch_slice, global_batch
+from autoplan.runtime.input_pipeline.batches import batch_slice, global_batch
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
 

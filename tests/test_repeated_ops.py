@@ -15,7 +15,7 @@ from autoplan.cost.work_context import work_contexts
 from autoplan.hardware import load_hardware_profile
 from autoplan.planning.problem import trace_model
 from autoplan.rules import load_rules
-from autoplan.runtime.data.model_calls import call_model, loss_of
+from autoplan.runtime.input_pipeline.model_calls import call_model, loss_of
 from autoplan.runtime.stages.recompute import apply_recompute
 from autoplan.tensor_parallel.sharding import read_sharding
 

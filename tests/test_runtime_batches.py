@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoplan.runtime.config import Config
-from autoplan.runtime.data.batches import (
+from autoplan.runtime.input_pipeline.batches import (
     batch_slice,
     flatten_tensors,
     global_batch,
@@ -18,9 +18,9 @@ from autoplan.runtime.data.batches import (
     micro_batches,
     tensors_at,
 )
-from autoplan.runtime.data.loading import synthetic_batches
-from autoplan.runtime.data.model_calls import loss_of
-from autoplan.runtime.data.reading import Position
+from autoplan.runtime.input_pipeline.loading import synthetic_batches
+from autoplan.runtime.input_pipeline.model_calls import loss_of
+from autoplan.runtime.input_pipeline.reading import Position
 from autoplan.runtime.planned_devices import DeviceCountError, WorldSizeError, check_device_count, check_world_size
 from autoplan.runtime.stages.pipeline import Boundary, PerSample
 from autoplan.runtime.stages.recompute import apply_recompute

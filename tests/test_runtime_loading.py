@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autoplan.runtime.config import Config
-from autoplan.runtime.data.batches import local_batch
-from autoplan.runtime.data.loading import TrainingData, evaluation_data, training_data
+from autoplan.runtime.input_pipeline.batches import local_batch
+from autoplan.runtime.input_pipeline.loading import TrainingData, evaluation_data, training_data
 from autoplan.runtime.refusal import DataError, DatasetError, OptionError
 from autoplan.runtime.train import timed_step
 

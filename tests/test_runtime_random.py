@@ -1,5 +1,7 @@
 """Dropout on tensor-parallel ranks: different on shards, alike on whole values, the same again when recomputed."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,7 +145,7 @@ def test_training_seeds_differ_between_data_parallel_ranks_and_agree_on_tensor_p
     assert seeds[0, 0] == seeds[0, 1] != seeds[1, 0] == seeds[1, 1]
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, partial(nn.RNN, nonlinearity="relu")])
 def test_recurrent_layers_drop_nothing_where_dropout_is_left_out_of_padded_and_of_packed_samples(kind):
     layers, x = kind(3, 4, num_layers=2, dropout=0.5, batch_first=True), torch.randn(2, 5, 3)
     packed = pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
-from autoplan.runtime.data.batches import batch_slice, micro_batches
-from autoplan.runtime.data.loading import training_data
+from autoplan.runtime.input_pipeline.batches import batch_slice, micro_batches
+from autoplan.runtime.input_pipeline.loading import training_data
 
 IGNORED = -100
 N_STEPS = 2

@@ -424,6 +424,25 @@ def in_float32_with_weights(layer, x):
     return F.linear(x.float(), layer.weight.float(), layer.bias.float()).to(x.dtype)
 
 
+class Rotary(nn.Module):
+    """Its buffer is kept in float32, as what it is multiplied with, and only then rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("frequencies", torch.rand(3))
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], dtype=torch.float32, device=x.device)
+        return self.layer(x) * torch.einsum("i,j->ij", places, self.frequencies).cos().mean(1).to(x.dtype)
+
+
+def with_a_float32_mask(layer, x):
+    q = layer(x).view(-1, 1, 2, WIDTH // 2)
+    mask = torch.zeros(2, 2, dtype=torch.float32, device=x.device)
+    return F.scaled_dot_product_attention(q, q, q, mask).flatten(1)
+
+
 def in_float32_with_autocast(layer, x):
     return in_autocast(layer, x.float()).to(x.dtype)
 
@@ -445,6 +464,11 @@ def test_a_product_of_two_dtypes_is_refused_in_16_bits_alone(function):
 def test_products_that_cast_their_operands_and_those_of_a_loss_pass(function):
     graph = graph_of(lambda: Calling(function), weighted, is_regression=True)
     check_product_dtypes(graph, "bf16", rules=load_rules(()))
+
+
+@pytest.mark.parametrize("inner", [Rotary, lambda: Calling(with_a_float32_mask)])
+def test_products_with_buffers_kept_in_float32_and_masks_that_attention_adds_pass(inner):
+    check_product_dtypes(graph_of(inner), "bf16", rules=load_rules(()))
 
 
 @pytest.mark.parametrize("inner", [lambda: Calling(in_float32), lambda: Calling(convolved_in_float32), Normed])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autoplan.analysis.float32_buffers import float32_values
 from autoplan.errors import InputError
 from autoplan.graph import COMPUTE, COMPUTE_DTYPES, LOSS_PATH, PADDED_LINEAR, Op, OpGraph
 from autoplan.rules import OpRule, operand_names
@@ -21,12 +22,15 @@ def check_product_dtypes(graph: OpGraph, precision: str, *, rules: Mapping[str, 
     """
     if "autocast" in graph.dissolved:
         return
-    specs, computed = graph.specs(), COMPUTE_DTYPES[precision]
+    specs = graph.specs()
+    computed = COMPUTE_DTYPES[precision]
+    kept = dict.fromkeys(float32_values(graph), "float32")
     for op in graph.ops:
         if op.module_path == LOSS_PATH or not _is_product_of_torch(op, rules):
             continue
-        operands = [specs[name] for name in operand_names(op)]
-        dtypes = dict.fromkeys(computed if own.dtype == COMPUTE else own.dtype for own in operands if own.is_float)
+        names = [name for name in _multiplied(op) if specs[name].is_float]
+        own = {name: computed if specs[name].dtype == COMPUTE else specs[name].dtype for name in names}
+        dtypes = dict.fromkeys(kept.get(name, own[name]) for name in names)
         if len(dtypes) > 1:
             raise InputError.of(
                 f"{graph.name}: module {op.module_path}" if op.module_path else f"{graph.name}: forward",
@@ -34,6 +38,12 @@ def check_product_dtypes(graph: OpGraph, precision: str, *, rules: Mapping[str, 
                 expected="operands of one dtype: weights are in that of --precision",
                 fix="cast both, F.linear(x.float(), self.gate.weight.float()), or none; or plan with --precision fp32",
             )
+
+
+def _multiplied(op: Op) -> tuple[str, ...]:
+    """The operands; of attention without its mask, which is added."""
+    names = operand_names(op)
+    return names[:3] if "attention" in op.target else names
 
 
 def _is_product_of_torch(op: Op, rules: Mapping[str, OpRule]) -> bool:

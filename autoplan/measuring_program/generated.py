@@ -70,7 +70,7 @@ def _loss(
     if not region["has_loss"]:
         return None
     generated: Any = importlib.import_module(region["module"])
-    calls: Any = importlib.import_module("runtime.data.model_calls")
+    calls: Any = importlib.import_module("runtime.input_pipeline.model_calls")
     tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
     targets = _structure([(d["path"], _input(d, batch_size, dtype, device)) for d in region["targets"]])
 

@@ -107,7 +107,9 @@ class OwnModel:
     def _captured(self, batch_size: int) -> dict[str, list[Recorded]]:
         """Every call of the wanted blocks, in one pass of the whole model."""
         model = self._model
-        batch, _ = importlib.import_module("runtime.data.batches").tensors_in_place(self._file.make_batch(batch_size))
+        batch, _ = importlib.import_module("runtime.input_pipeline.batches").tensors_in_place(
+            self._file.make_batch(batch_size)
+        )
         known = self._known_values.KnownValues()
         batch = dict(batch) if isinstance(batch, Mapping) else batch  # as programs give it to the model
         inputs = _mapped(batch, functools.partial(_meta, dtype=self._dtype, known=known))

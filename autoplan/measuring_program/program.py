@@ -90,7 +90,7 @@ def _in_format(build: Callable[[], Call], memory_format: str) -> Callable[[], Ca
     if memory_format == CONTIGUOUS:
         return build
 
-    formats: Any = importlib.import_module("runtime.data.memory_format")
+    formats: Any = importlib.import_module("runtime.input_pipeline.memory_format")
 
     def build_converted() -> Call:
         call = build()

@@ -18,7 +18,7 @@ It is copied as it stands into the folder of a program.
     tensor_parallel/       what generated code calls
     stages/                what the plan changes in a stage, and how its passes are run
     update/                from gradients to new weights
-    data/                  batches, and the user's model on them
+    input_pipeline/        batches, and the user's model on them
     checkpoints/           saved runs
 """
 
@@ -27,9 +27,9 @@ from .checkpoints.checkpoint import Checkpoints, load_checkpoint
 from .checkpoints.planner import CheckpointError
 from .command_line import ProgramParser, check_options
 from .config import Config
-from .data.batches import global_batch, local_batch
-from .data.loading import TrainingData, evaluation_data, training_data
 from .hang_watch import watch_for_hangs
+from .input_pipeline.batches import global_batch, local_batch
+from .input_pipeline.loading import TrainingData, evaluation_data, training_data
 from .mesh import RankMesh, build_rank_mesh
 from .metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from .number_options import not_negative, positive, whole_number

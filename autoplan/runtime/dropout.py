@@ -23,12 +23,13 @@ def _behind_weights(args: tuple[Any, ...]) -> int:
 
 
 _NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Functions that drop at random: where they are looked up, and where they take the probability.
 _DROPPING: tuple[tuple[Any, str, _Place, str], ...] = (
     *((home, name, 1, "p") for home in (F, torch) for name in _NAMES if hasattr(home, name)),
     (F, "scaled_dot_product_attention", 4, "dropout_p"),
     (F, "multi_head_attention_forward", 10, "dropout_p"),
-    *((home, name, _behind_weights, "dropout") for home in (torch, torch._VF) for name in ("lstm", "gru")),
+    *((home, name, _behind_weights, "dropout") for home in (torch, torch._VF) for name in _RECURRENT),
 )
 
 

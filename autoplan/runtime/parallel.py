@@ -17,7 +17,8 @@ from torch import nn
 from .building.construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .building.weights import Shard, join_shards
 from .config import Config
-from .data.batches import (
+from .float32_products import set_float32_products
+from .input_pipeline.batches import (
     Batch,
     flatten_tensors,
     for_users_code,
@@ -26,10 +27,9 @@ from .data.batches import (
     tensors_at,
     tensors_in_place,
 )
-from .data.model_calls import call_model, loss_function
-from .data.rehearsal import Rehearsal
-from .data.same_batch import check_same_batch
-from .float32_products import set_float32_products
+from .input_pipeline.model_calls import call_model, loss_function
+from .input_pipeline.rehearsal import Rehearsal
+from .input_pipeline.same_batch import check_same_batch
 from .mesh import RankMesh
 from .process_group import failing_after_others
 from .seeds import training_seed

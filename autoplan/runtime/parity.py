@@ -23,8 +23,8 @@ from torch import nn
 
 from .building.construction import build_whole_model
 from .config import Config
-from .data.batches import Batch, batch_slice, for_users_code, map_tensors
-from .data.model_calls import call_model, loss_of
+from .input_pipeline.batches import Batch, batch_slice, for_users_code, map_tensors
+from .input_pipeline.model_calls import call_model, loss_of
 from .parallel import ParallelModel
 from .stages.recompute import unchanged_buffers
 from .update.learning_rate import LearningRate, build_scheduler_of, step_scheduler

@@ -24,7 +24,7 @@ from typing import Any
 from .checkpoints.checkpoint import KEEP, Checkpoints, Stateful, checkpoint_at, load_checkpoint, newest_of
 from .checkpoints.planner import CheckpointError
 from .checkpoints.weight_files import check_export_name, export_model, load_initial_weights
-from .data.loading import TrainingData
+from .input_pipeline.loading import TrainingData
 from .number_options import whole_number
 from .parallel import ParallelModel
 from .process_group import from_first_rank

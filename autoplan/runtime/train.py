@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .data.batches import Batch, global_batch, local_batch
-from .data.loading import TrainingData
-from .data.reading import START
 from .dropout import without_dropout
+from .input_pipeline.batches import Batch, global_batch, local_batch
+from .input_pipeline.loading import TrainingData
+from .input_pipeline.reading import START
 from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name, json_value
 from .parallel import ParallelModel
 from .parity import PlainTraining, compare, largest_difference

@@ -1,6 +1,6 @@
 """Where a program writes, tried on its command line rather than when there is something to write, and what fails then.
 
-Only rank 0 writes, so only its host must be able to.
+Rank 0 writes, so only its host must be able to; traces are written by every rank.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ def autocast_on_meta() -> Iterator[None]:
         (autocast, "__init__"),
         (torch, "is_autocast_enabled"),
         (torch, "get_autocast_dtype"),
+        (torch.amp, "is_autocast_available"),
     ]
     saved = [getattr(owner, name) for owner, name in places]
     for (owner, name), function in zip(places, saved, strict=True):

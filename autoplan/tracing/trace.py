@@ -203,7 +203,7 @@ def _loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], outputs: Any, targets:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """The model on its inputs, as `runtime.data.model_calls` does it; importing that takes as long as torch itself."""
+    """The model on its inputs, as `model_calls` of the runtime does it; importing that takes as long as torch."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)

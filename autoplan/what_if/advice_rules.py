@@ -170,7 +170,9 @@ def stay_small(facts: Facts) -> Advice:
     return Advice(
         f"fits on {devices}, and that is fast enough",
         found is not None,
-        "stay on one device" if row.n_devices == 1 else f"take {devices}: fewer miss the deadline, or do not hold it",
+        "stay on one device"
+        if row.n_devices == 1
+        else f"take {devices}: fewer miss the deadline, or are short of memory",
         (f"{devices}: {format_seconds(row.step_s)} a step{cost}" if row.step_s else f"does not fit on {devices}")
         + ("" if facts.deadline_s is not None else "; no deadline was given"),
     )

@@ -112,7 +112,8 @@ def test_compiling_has_no_price_beside_what_was_measured_eager(problem) -> None:
     asked = replace(problem, measured=replace(problem.measured, segments=problem.measured.rows({})))
     with pytest.raises(UsageError, match="fix compile=on: found .*measured compiled"):
         best_plan(asked, ("compile", "on"))
-    plan = replace(whole_plan(problem, compile=True), graph_hash=problem.graph.content_hash())
+    size = problem.options.global_batch
+    plan = replace(whole_plan(problem, size, compile=True), graph_hash=problem.graph.content_hash())
     with pytest.raises(UsageError, match="mesh.compile: found"):
         api.score(asked, plan)
     assert api.score(replace(problem, measured=None), plan).best.plan.mesh.compile

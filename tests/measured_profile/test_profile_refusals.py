@@ -82,9 +82,9 @@ def test_a_profile_is_of_one_device_and_does_not_compare_several(hw, measured) -
 
 
 def test_a_plan_in_another_precision_is_refused(problem) -> None:
-    plan = replace(whole_plan(problem), precision="bf16", graph_hash=problem.graph.content_hash())
+    plan = whole_plan(problem, problem.options.global_batch)
     with pytest.raises(InputError) as caught:
-        api.score(problem, plan)
+        api.score(problem, replace(plan, precision="bf16", graph_hash=problem.graph.content_hash()))
     assert "precision" in str(caught.value)
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ..data.batches import flatten_tensors, map_tensors, with_paths
+from ..input_pipeline.batches import flatten_tensors, map_tensors, with_paths
 from ..process_group import release_before_stop
 from ..seeds import host_state
 from .held_values import Watched, changed_between, held_by

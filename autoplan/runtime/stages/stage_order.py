@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..config import Config
-from ..data.memory_format import take_images
+from ..input_pipeline.memory_format import take_images
 from ..mesh import RankMesh
 from .batch_norm import data_parallel_groups, normalize_in_float32, synchronize_batch_norm
 from .chunked_loss import defer_products

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..data.memory_format import CHANNELS_BEHIND, CHANNELS_IN_FRONT, is_channels_last, plainly_channels_last
+from ..input_pipeline.memory_format import CHANNELS_BEHIND, CHANNELS_IN_FRONT, is_channels_last, plainly_channels_last
 
 # torch 2.13 renamed these two; 2.11 has the old names only.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -25,8 +25,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ..refusal import Refusal
+from .optimizer import LEARNING_RATE
 
-ADAMW_RATE = 3e-4
 CURVES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda p: 1.0,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
@@ -79,7 +79,7 @@ def check_rate(parser: ArgumentParser, options: Namespace, model_file: Any) -> N
     for name, ignored in _ignored(options, model_file):
         if os.environ.get("RANK", "0") == "0":
             print(f"{', '.join(ignored)}: without effect, as the model file has {name}()", file=sys.stderr)
-    options.lr = ADAMW_RATE if options.lr is None else options.lr
+    options.lr = LEARNING_RATE if options.lr is None else options.lr
     has_own = hasattr(model_file, "build_optimizer") or hasattr(model_file, "build_scheduler")
     if not has_own and options.lr_schedule != "constant" and options.min_lr > options.lr:
         parser.error(f"argument --min-lr: found {options.min_lr:g}, expected at most --lr {options.lr:g}")
