@@ -439,7 +439,7 @@ class Rotary(nn.Module):
 
 def with_a_float32_mask(layer, x):
     q = layer(x).view(-1, 1, 2, WIDTH // 2)
-    mask = torch.zeros(2, 2, dtype=torch.float32, device=x.device)
+    mask = x[:, None, :1, None].float()
     return F.scaled_dot_product_attention(q, q, q, mask).flatten(1)
 
 
