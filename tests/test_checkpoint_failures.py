@@ -307,11 +307,11 @@ def test_a_rank_that_waits_for_one_that_ended_with_an_error_leaves(monkeypatch, 
     wait = calls(f"{torch.__path__[0]}/distributed/distributed_c10d.py", partial(never.acquire, timeout=1.0))
     model = SimpleNamespace(config=Config(dp=2), mesh=SimpleNamespace(rank=1), n_steps=0)
     watch_for_hangs(model, limit_s=600.0)
+    [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
     wait()
     assert not left
     process_group._leave(1)  # this process stands for both ranks
     wait()
-    [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
     watch.join(10.0)
     assert left == [("MainThread", 1), ("hang watch", 1)] and not watch.is_alive()
     assert capfd.readouterr().err == "rank 1 ended with an error; so do the ranks of this host that wait\n"
