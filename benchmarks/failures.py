@@ -151,7 +151,7 @@ def run(folder: Path, results: Path, device: str, seed: int, only: list[str]) ->
             "resumed_from": re.findall(r"resumed from \S*?(step-\d+)", said),
             "n_steps": len(found), "max_difference": max((abs(found[i] - expected[i]) for i in found), default=None),
             "report": re.findall(r"a collective did not end.*|  rank \d: .*", said),
-            "said": said_by_ranks(done.stderr) if n_restarts == 0 else [],
+            "said": said_by_ranks(said) if n_restarts == 0 else [],
             "device": device_name(device), "date": datetime.date.today().isoformat(),
         }  # fmt: skip
         print(json.dumps(row), flush=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoplan.analysis.float64_weights import fails_in_float64
+from autoplan.analysis.mixed_operands import fails_in_float64
 from autoplan.analysis.semantics import STATEMENTS, notes
 from autoplan.answers.answer import answer_from_json, answer_to_dict, answer_to_json
 from autoplan.checks.fixes import check_fixed
@@ -26,7 +26,6 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report, program_header
-from autoplan.rules import load_rules
 from autoplan.search.meshes import Captures
 from autoplan.space.choices import codes
 from autoplan.space.priced import priced_space
@@ -454,21 +453,21 @@ def weighted(outputs, targets):
 
 @pytest.mark.parametrize("function", [in_float32, convolved_in_float32])
 def test_a_product_of_two_dtypes_is_refused_in_16_bits_alone(function):
-    graph, rules = graph_of(lambda: Calling(function)), load_rules(())
+    graph = graph_of(lambda: Calling(function))
     with pytest.raises(InputError, match=r"module inner(.|\n)+a product of float32 and bfloat16"):
-        check_product_dtypes(graph, "bf16", rules=rules)
-    check_product_dtypes(graph, "tf32", rules=rules)
+        check_product_dtypes(graph, "bf16")
+    check_product_dtypes(graph, "tf32")
 
 
 @pytest.mark.parametrize("function", [in_float32_with_weights, in_float32_with_autocast])
 def test_products_that_cast_their_operands_and_those_of_a_loss_pass(function):
     graph = graph_of(lambda: Calling(function), weighted, is_regression=True)
-    check_product_dtypes(graph, "bf16", rules=load_rules(()))
+    check_product_dtypes(graph, "bf16")
 
 
 @pytest.mark.parametrize("inner", [Rotary, lambda: Calling(with_a_float32_mask)])
 def test_products_with_buffers_kept_in_float32_and_masks_that_attention_adds_pass(inner):
-    check_product_dtypes(graph_of(inner), "bf16", rules=load_rules(()))
+    check_product_dtypes(graph_of(inner), "bf16")
 
 
 @pytest.mark.parametrize("inner", [lambda: Calling(in_float32), lambda: Calling(convolved_in_float32), Normed])

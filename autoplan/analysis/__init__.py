@@ -14,7 +14,7 @@
     across_samples    which op mixes the samples of a batch, or adds them up
     semantics         what a plan changes in the meaning of the model, in sentences
     float32_buffers   which buffers stay in float32 where a program computes in 16 bits
-    float64_weights   whether the model fails in float64, since it casts to float32 what it multiplies by weights
+    mixed_operands    products and norms of two dtypes, which a model has right in fp32 alone
     model_flops       the FLOPs of one sample, and the operators that no rule knows
 
 Prices, checks, generated code and reports ask for it. A module of the same name in `cost/` says what the thing takes,

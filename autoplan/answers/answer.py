@@ -122,7 +122,7 @@ class Answer:
         request: what was asked; None when that cannot be asked again.
         ops: of the segments of the best plan, as measured and as computed; none where they were not measured.
         splits: what its tensor-parallel ranks split, one phrase each; see `tensor_parallel.split_names`.
-        fails_in_float64: whether the program cannot be compared in float64; see `analysis.float64_weights`.
+        fails_in_float64: whether the program cannot be compared in float64; see `analysis.mixed_operands`.
     """
 
     workload: Workload

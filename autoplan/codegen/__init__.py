@@ -28,8 +28,8 @@ from typing import Any
 
 from autoplan.analysis.chunked_loss import chunked_head, is_in_compiled
 from autoplan.analysis.float32_buffers import float32_buffers, patterns, running_statistics
-from autoplan.analysis.float64_weights import fails_in_float64
 from autoplan.analysis.head_group import head_group
+from autoplan.analysis.mixed_operands import fails_in_float64
 from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script

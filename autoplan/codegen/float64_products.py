@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from functools import lru_cache
 
-from autoplan.analysis.float64_weights import PRODUCTS
+from autoplan.analysis.mixed_operands import PRODUCTS
 from autoplan.codegen.value_names import operator_name
 from autoplan.graph import COMPUTE, Argument, GraphFacts, Op, OpGraph, Symbol, TensorSpec
 from autoplan.rules import operand_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.analysis.float64_weights import fails_in_float64
+from autoplan.analysis.mixed_operands import fails_in_float64
 from autoplan.analysis.semantics import notes
 from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.hardware.cluster import Cluster, device_names, kinds_of, mean_price_usd_per_device_hour

@@ -63,7 +63,7 @@ def priced_space(
     """
     check_fixed(graph, options)
     rules = load_rules(options.rules)
-    check_product_dtypes(graph, options.precision, rules=rules)
+    check_product_dtypes(graph, options.precision)
     by_size = shardings_by_size(graph, hardware, options, rules)
     measured = with_current_code(measured, graph, by_size.values(), precision=options.precision, rules=rules)
     keys: dict[int, list[str]] = {1: [""]}
