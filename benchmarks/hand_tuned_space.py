@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 # Strategies in the order in which they are tried first.
-STRATEGIES = ("replicate", "zero2", "ddp", "zero1", "zero3", "tp2", "tp4")
+STRATEGIES = ("zero2", "ddp", "replicate", "zero1", "zero3", "tp2", "tp4")
 TENSOR_PARALLEL_DEGREES = {"tp2": 2, "tp4": 4}  # 1 for the others
 SWITCHES = ("recompute", "compile", "compile_loss", "channels_last")
 ONLY_FIXED = ("gradient_norm", "whole")

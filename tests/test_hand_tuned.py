@@ -46,7 +46,7 @@ def run(folder: Path, *options: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-ALL = ("replicate", "zero2", "ddp", "zero1", "zero3", "tp2")
+ALL = ("zero2", "ddp", "replicate", "zero1", "zero3", "tp2")
 
 
 @pytest.mark.nightly
