@@ -1,6 +1,7 @@
 """What ends a run, and what is left of it: killed ranks, a kill while writing, SIGTERM, hangs."""
 
 import glob
+import io
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import threading
 import time
 import weakref
 from argparse import ArgumentParser
-from functools import partial
+from contextlib import redirect_stderr
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from autoplan.runtime import (
     Run,
     add_checkpoint_options,
     build_rank_mesh,
+    failure_watch,
     global_batch,
     hang_watch,
     join_process_group,
@@ -185,6 +187,29 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_143_and_the_same_command_
     assert (tmp_path / "weights.safetensors").stat().st_size > 8 * 16 * 24
 
 
+def interrupted():
+    """On one of two ranks, of which the second gets a Ctrl-C in its second step: as `told_to_stop`, and its words."""
+    config = Config(dp=2, precision="fp64")
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
+    parser = ArgumentParser()
+    add_checkpoint_options(parser)
+    run = Run(model, parser.parse_args([]))
+    ends = []
+    for step in range(2):
+        if step == 1 and model.mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        model.step(tiny_gpt.make_batch(1))
+        ends.append(run.ends_after(step))
+    with redirect_stderr(io.StringIO()) as said:
+        code = run.finish()
+    return ends, code, said.getvalue()
+
+
+def test_a_ctrl_c_without_a_folder_ends_all_ranks_after_the_step_and_the_first_of_a_host_says_so():
+    said = "interrupted after 2 steps; nothing was saved, as no --checkpoint-dir was given\n"
+    assert run_ranks(interrupted, 2) == [([False, True], 130, said), ([False, True], 130, "")]
+
+
 def told_to_stop(folder, number, is_told_twice=False):
     """In one process that is told so in its second step: whether it ends after each, its code, what it saved."""
     config = Config(precision="fp64")
@@ -252,8 +277,8 @@ def calls(file, function):
 
 
 def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch):
-    monkeypatch.setattr(hang_watch, "TCPStore", lambda *args, **options: None)
-    monkeypatch.setattr(hang_watch, "PrefixStore", lambda *args: None)
+    monkeypatch.setattr(failure_watch, "TCPStore", lambda *args, **options: None)
+    monkeypatch.setattr(failure_watch, "PrefixStore", lambda *args: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     look, looked = hang_watch.whereabouts, threading.Event()
@@ -281,8 +306,8 @@ def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch)
 def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
     """A thread inside the constructor of a store aborts a process that ends meanwhile: "terminate called"."""
     connected_by = []
-    monkeypatch.setattr(hang_watch, "TCPStore", lambda *args, **options: connected_by.append(threading.get_ident()))
-    monkeypatch.setattr(hang_watch, "PrefixStore", lambda *args: None)
+    monkeypatch.setattr(failure_watch, "TCPStore", lambda *args, **options: connected_by.append(threading.get_ident()))
+    monkeypatch.setattr(failure_watch, "PrefixStore", lambda *args: None)
     monkeypatch.setattr(hang_watch, "whereabouts", lambda thread: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -292,29 +317,67 @@ def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
     assert connected_by == [threading.get_ident()]
 
 
-def test_a_rank_that_waits_for_one_that_ended_with_an_error_leaves(monkeypatch, capfd):
-    store, left, look = torch.distributed.HashStore(), [], hang_watch.whereabouts
-    monkeypatch.setattr(hang_watch, "TCPStore", lambda *args, **options: store)
-    monkeypatch.setattr(hang_watch, "MAX_INTERVAL_S", 0.05)
-    monkeypatch.setattr(process_group, "_tells", [])
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
+def process_of_rank(rank, port, program, *args):
+    """`program` as one of two processes that a launcher starts, each the first of its host; an error ends it so."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    failure_watch.INTERVAL_S = failure_watch.OTHERS_FIRST_S = 0.2
+    join_process_group("cpu")
+    try:
+        program(*args)
+        process_group.stop_process_group()
+        assert "failure watch" not in [thread.name for thread in threading.enumerate()]
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
 
-    monkeypatch.setattr(os, "_exit", lambda code: left.append((threading.current_thread().name, code)))
-    monkeypatch.setattr(hang_watch, "whereabouts", lambda thread: None if len(left) == 2 else look(thread))
-    never = threading.Lock()
-    never.acquire()
-    wait = calls(f"{torch.__path__[0]}/distributed/distributed_c10d.py", partial(never.acquire, timeout=1.0))
-    model = SimpleNamespace(config=Config(dp=2), mesh=SimpleNamespace(rank=1), n_steps=0)
-    watch_for_hangs(model, limit_s=600.0)
-    [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
-    wait()
-    assert not left
-    process_group._leave(1)  # this process stands for both ranks
-    wait()
-    watch.join(10.0)
-    assert left == [("MainThread", 1), ("hang watch", 1)] and not watch.is_alive()
-    assert capfd.readouterr().err == "rank 1 ended with an error; so do the ranks of this host that wait\n"
+
+def ends_of_two(program, *args):
+    """The exit codes of both ranks of `program`, which may take 30 s."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = get_context("fork")
+    ranks = [context.Process(target=process_of_rank, args=(rank, port, program, *args)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=30)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    return codes
+
+
+def build_where_rank_1_fails():
+    def build_model():
+        if os.environ["RANK"] == "1":
+            raise ValueError("no such weights")
+        time.sleep(60)  # stands for what the end of another process does not end, as a collective of NCCL
+
+    config = Config(dp=2)
+    ParallelModel(config, SimpleNamespace(build_model=build_model), mesh=build_rank_mesh(config, "cpu"))
+
+
+def test_a_rank_that_fails_as_it_builds_its_model_ends_the_others(capfd):
+    assert ends_of_two(build_where_rank_1_fails) == [1, 1]
+    error = capfd.readouterr().err
+    assert "[rank1]: ValueError: no such weights" in error and "[rank0]" not in error
+    assert error.count("rank 1 ended with an error; so do the ranks of this host\n") == 1
+
+
+def test_ranks_that_end_well_are_watched_no_longer():
+    assert ends_of_two(lambda: None) == [0, 0]
+
+
+def test_ctrl_c_before_the_first_step_is_said_in_one_line_by_the_first_process_of_a_host(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", lambda code: left.append(code))
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)
+    left, hook = [], process_group._exit_at_once(lambda *error: pytest.fail("reported"))
+    for local_rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        hook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert left == [130, 130]
+    assert capfd.readouterr().err == "interrupted by Ctrl-C\n"
 
 
 def test_the_watch_for_hangs_does_not_wait_for_a_store_whose_rank_has_ended(monkeypatch):
@@ -322,7 +385,7 @@ def test_the_watch_for_hangs_does_not_wait_for_a_store_whose_rank_has_ended(monk
         taken.bind(("127.0.0.1", 0))  # and does not listen
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        monkeypatch.setattr(hang_watch, "CONNECTION_S", 0.5)
+        monkeypatch.setattr(failure_watch, "CONNECTION_S", 0.5)
         with pytest.raises(torch.distributed.DistError):
             watch_for_hangs(SimpleNamespace(config=Config(dp=2)), limit_s=600.0)
 

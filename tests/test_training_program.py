@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 import types
@@ -19,7 +20,7 @@ from autoplan.codegen.libraries import libraries_of
 from autoplan.codegen.train_script import train_script
 from autoplan.options import PRECISIONS, TORCH_PRECISIONS
 from autoplan.runtime.config import Config
-from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
+from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord, _Lines
 from autoplan.runtime.refusal import OptionError, OutputError
 from autoplan.runtime.step_trace import StepTrace
 from autoplan.runtime.train import train_steps, write_records
@@ -169,7 +170,6 @@ def test_a_smallest_rate_above_the_largest_is_a_usage_error(parse, capsys):
     with pytest.raises(SystemExit):
         parse("--lr-schedule", "cosine", "--min-lr", "1")
     assert "argument --min-lr: found 1, expected at most --lr 0.0003" in capsys.readouterr().err
-    assert parse("--min-lr", "1").min_lr == 1.0  # without effect on a rate that stays
     parse.model.build_optimizer = lambda parameters: None  # whose rate is not known yet
     assert parse("--lr-schedule", "cosine", "--min-lr", "1").min_lr == 1.0
 
@@ -180,6 +180,16 @@ def test_a_smallest_rate_above_the_largest_is_a_usage_error(parse, capsys):
         ("--eval-batches 3", "argument --eval-batches: does nothing without --eval-every"),
         ("--checkpoint-every 100", "argument --checkpoint-every: does nothing without --checkpoint-dir"),
         ("--keep 3", "argument --keep: does nothing without --checkpoint-dir"),
+        ("--profile-dir a", "argument --profile-dir: does nothing without --profile-steps"),
+        ("--min-lr 1e-5", "argument --min-lr: does nothing without --lr-schedule cosine or linear"),
+        ("--resume auto", "--resume auto: does nothing without --checkpoint-dir"),
+        ("--fill-last-batch", "--fill-last-batch: does nothing, as the model file has no build_dataset()"),
+        ("--workers 2", "--workers: does nothing, as the model file has no build_dataset()"),
+        ("--repeat-batches 4 --fill-last-batch", "--fill-last-batch: does nothing with --repeat-batches"),
+        ("--repeat-batches 4 --workers 2", "--workers: does nothing with --repeat-batches"),
+        ("--check --repeat-batches 4", "--repeat-batches: does nothing with --check"),
+        ("--check --fill-last-batch", "--fill-last-batch: does nothing with --check"),
+        ("--check --workers 2", "--workers: does nothing with --check"),
         ("--init-from a --resume b", "--init-from and --resume PATH both say where to start: leave one out"),
         ("--check --checkpoint-dir a", "from its start: leave out --checkpoint-dir"),
         ("--check --export a.safetensors", "from its start: leave out --export"),
@@ -197,6 +207,19 @@ def test_options_that_would_do_nothing_or_contradict_each_other_are_usage_errors
     assert said in capsys.readouterr().err
 
 
+def test_options_that_do_something_beside_others_are_taken(parse):
+    parse.model.build_dataset = lambda: []
+    for options in (
+        "--workers 2 --fill-last-batch",
+        "--repeat-batches 4 --workers 2 --eval-every 5",
+        "--check --workers 2 --eval-every 5",
+        "--lr-schedule linear --min-lr 1e-5",
+        "--checkpoint-dir a --resume auto",
+        "--profile-steps 1:2 --profile-dir a",
+    ):
+        parse(*options.split())
+
+
 def test_options_that_the_model_file_replaces_are_said_by_the_first_rank(parse, capsys, monkeypatch):
     assert parse("--lr", "1").lr == 1.0 and parse().lr == 3e-4
     assert capsys.readouterr().err == ""
@@ -204,9 +227,11 @@ def test_options_that_the_model_file_replaces_are_said_by_the_first_rank(parse, 
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         parse("--lr", "1", "--lr-schedule", "cosine", "--warmup-steps", "5")
+        parse("--min-lr", "1e-5")
     assert capsys.readouterr().err == (
         "--lr: without effect, as the model file has build_optimizer()\n"
         "--lr-schedule, --warmup-steps: without effect, as the model file has build_scheduler()\n"
+        "--min-lr: without effect, as the model file has build_scheduler()\n"
     )
 
 
@@ -274,6 +299,18 @@ def test_a_full_disk_ends_a_run_with_the_file_that_could_not_be_written():
     expected = "/dev/full: cannot be written: No space left on device\n  fix: make room, or choose another place"
     with pytest.raises(OutputError, match=expected), MetricLog(rank=0, jsonl=Path("/dev/full")) as log:
         log.write(RECORD)
+
+
+def test_a_pipe_that_is_full_and_does_not_block_ends_a_run_with_its_name(tmp_path):
+    pipe = tmp_path / "log.jsonl"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OutputError, match="log.jsonl: cannot be written: Resource temporarily unavailable"):
+        lines = _Lines(pipe)
+        os.set_blocking(lines._file.fileno(), False)
+        lines.add("x" * 2**20)  # more than it holds
+    lines.close()
+    os.close(reader)
 
 
 def test_traces_need_a_folder_that_can_be_made(tmp_path):

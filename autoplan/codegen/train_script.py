@@ -13,10 +13,10 @@ _TEMPLATE = '''\
 A run that can be stopped: --checkpoint-dir DIR saves every --checkpoint-every steps, and in the end, beside the
 training; the same command goes on from the newest complete checkpoint, as one under another plan or on another number
 of devices does. --steps counts all steps of the run. SIGTERM finishes the step, saves, and exits with 143;
-Ctrl-C the same with 130, and once more it ends at once.
+Ctrl-C the same with 130, without --checkpoint-dir too, where it saves nothing; once more it ends at once.
 Weights under the model's own names: --init-from FILE, --export FILE.safetensors, and for a checkpoint
 `python -m runtime export DIR FILE.safetensors`.
-Exit codes: 0 done; 1 failed; 2 wrong command line; 8 --check found a difference; 130, 143 stopped and saved.
+Exit codes: 0 done; 1 failed; 2 wrong command line; 8 --check found a difference; 130, 143 stopped.
 torchrun ends with 1 for all but 0.
 """
 
@@ -61,11 +61,11 @@ def parse_arguments():
     parser.add_argument("--tensorboard", type=written_folder, metavar="DIR", help="Write curves (needs tensorboard).")
     parser.add_argument("--out-json", type=written_file, metavar="FILE", help="Write every step's figures in the end.")
     parser.add_argument("--profile-steps", type=parse_steps, metavar="A:B", help="Trace steps A to B, B exclusive.")
-    parser.add_argument("--profile-dir", type=Path, default=Path("profile"), help="Write one trace per rank here.")
+    parser.add_argument("--profile-dir", type=named_path, metavar="DIR", help="Write each rank's trace here (profile).")
     parser.add_argument("--check", action="store_true", help="Compare with one process; exit 8 if it differs.")
 {launch_option}    add_checkpoint_options(parser)
     arguments = parser.parse_args()
-    check_options(parser, arguments)
+    check_options(parser, arguments, model_file)
     check_rate(parser, arguments, model_file)
 {refusals}    return arguments
 
@@ -101,7 +101,8 @@ def main():
         data = evaluation_data(model_file, **reading)
         evaluation = Evaluation(model, data, every=arguments.eval_every, n_batches=arguments.eval_batches)
     if arguments.profile_steps:
-        trace = StepTrace(arguments.profile_steps, arguments.profile_dir, mesh, n_steps=arguments.steps)
+        folder = arguments.profile_dir or Path("profile")
+        trace = StepTrace(arguments.profile_steps, folder, mesh, n_steps=arguments.steps)
     if arguments.check:
         plain = PlainTraining(config, model_file, build_device=model.full_build_device, device=mesh.device, **options)
         steps = check_steps(model, plain, model_file, n_steps=arguments.steps, seed=arguments.seed)
@@ -160,7 +161,7 @@ _TRY_CONVOLUTIONS = """\
 _RUNTIME_NAMES = (
     "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures",
     "ProgramParser", "Run", "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_options", "check_rate",
-    "check_steps", "evaluation_data", "exit_code", "not_negative", "parse_steps", "positive", "said_once",
+    "check_steps", "evaluation_data", "exit_code", "named_path", "not_negative", "parse_steps", "positive", "said_once",
     "start_process_group", "stop_process_group", "train_steps",
     "training_data", "watch_for_hangs", "whole_number", "write_records", "written_file", "written_folder",
 )  # fmt: skip

@@ -11,7 +11,7 @@ It is copied as it stands into the folder of a program.
     metrics                what is measured and written of a step
     parity, dropout        the comparison with one process, in which nothing is dropped at random
     step_trace, step_profile     traces of some steps, where the time of one goes
-    hang_watch             ranks that do not come
+    hang_watch, failure_watch    ranks that do not come, or end with an error
     refusal                ends a program with a message, which one process of a host says
     command_line, number_options, written_paths    what the command line gives, and what is wrong with it
     building/              the model with each rank's part of the weights
@@ -50,7 +50,7 @@ from .step_profile import StepProfile
 from .step_trace import StepTrace, parse_steps
 from .train import Evaluation, check_steps, exit_code, timed_step, train_steps, write_records
 from .update.learning_rate import LearningRate, check_rate
-from .written_paths import written_file, written_folder
+from .written_paths import named_path, written_file, written_folder
 
 __all__ = [
     "TOLERANCES",
@@ -95,6 +95,7 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "local_batch",
+    "named_path",
     "not_negative",
     "parse_steps",
     "positive",

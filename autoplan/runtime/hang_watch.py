@@ -9,8 +9,7 @@ waited for too long says what all of them do and ends the job:
              that waits for others which read or write a checkpoint or weights: that has a time-out of its own
     silent   tells nothing: its process is stopped, or holds the interpreter
 
-A rank that ends with an error tells the others too, and those that wait for it leave: NCCL would not notice, on
-another host not before its time-out.
+A rank that ends with an error says so by itself, see `failure_watch`.
 """
 
 from __future__ import annotations
@@ -23,21 +22,18 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
+from .failure_watch import connected_store
 from .parallel import ParallelModel
-from .process_group import tell_of_failure
 from .refusal import OTHERS_FIRST_S, is_first_of_host
 
-CONNECTION_S = 30.0  # the store is up, since the ranks met in it, unless the rank that holds it has ended already
 LOOKS_PER_LIMIT = 10
 MAX_INTERVAL_S = 5.0
-FAILED = "failed"  # under which the store has the rank that ended with an error
 _RUNTIME = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
 _OF_FILES = _RUNTIME / "checkpoints"
@@ -62,12 +58,7 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
     Raises: torch's DistError when that store is gone: the rank that held it has ended.
     """
     if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        # Connected here: a thread that still waits for the launcher when the interpreter ends aborts the process.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = timedelta(seconds=min(limit_s, CONNECTION_S))
-        store = TCPStore(address, port, is_master=False, timeout=timeout)
-        board = PrefixStore(f"hang_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        tell_of_failure(lambda: board.set(FAILED, str(model.mesh.rank)))
+        board = connected_store("hang_watch", timeout_s=limit_s)
         watch = (model, threading.get_ident(), board, limit_s)
         threading.Thread(target=_watch, args=watch, name="hang watch", daemon=True).start()
 
@@ -85,7 +76,7 @@ def _watch(model: ParallelModel, main: int, board: Store, limit_s: float) -> Non
             seen, since_s = (model.n_steps, does), time.monotonic()
             continue
         if does == "waits":
-            _leave_if_another_failed(board)
+            _leave_if_gone(board)
         own = Whereabouts(does, place, time.monotonic() - since_s, model.n_steps, socket.gethostname())
         if own.for_s >= limit_s / 2:
             board.set(str(model.mesh.rank), json.dumps(asdict(own)))
@@ -133,17 +124,15 @@ def _line(place: Whereabouts | None) -> str:
     return f"{place.does} for {place.for_s:.0f} s at {place.place}, after {place.n_steps} steps, on {place.host}"
 
 
-def _leave_if_another_failed(board: Store) -> None:
+def _leave_if_gone(board: Store) -> None:
     """As what this rank waits for will not come."""
     try:
-        if not board.check([FAILED]):
-            return
-        why = f"rank {board.get(FAILED).decode()} ended with an error"
+        board.check(["n_reports"])
     except dist.DistError:
-        why = "the store of the launcher is gone, with the job"
-    if is_first_of_host():
-        print(f"{why}; so do the ranks of this host that wait", file=sys.stderr, flush=True)
-    os._exit(1)
+        if is_first_of_host():
+            why = "the store of the launcher is gone, with the job; the ranks of this host that wait end"
+            print(why, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _end(board: Store, n_ranks: int, limit_s: float) -> None:

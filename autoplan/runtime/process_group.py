@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 
 from .config import Config
+from .failure_watch import FailureWatch
 from .planned_devices import check_device_count, check_world_size
-from .refusal import OTHERS_FIRST_S, Refusal
+from .refusal import OTHERS_FIRST_S, Refusal, is_first_of_host
 
 TIMEOUT_S = 600.0
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -65,12 +66,15 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
-    atexit.register(_release_holders)  # of a loop of the user's own, which need not call `stop_process_group`
+    for end in (_stop_watches, _release_holders):  # of a loop of the user's own, which need not stop the group
+        atexit.register(end)
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout, **_store_of_restart(timeout))
         sys.excepthook = _exit_at_once(sys.excepthook)
+        if dist.get_world_size() > 1:
+            _watches.append(FailureWatch(dist.get_rank(), timeout_s=timeout_s))
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -138,13 +142,19 @@ def from_first_rank(
 def _exit_at_once(report: ExceptHook) -> ExceptHook:
     """A handler that reports an exception (torch's prints the rank before each line) and leaves without any clean-up.
 
+    Ctrl-C is no fault to be looked for: one line per host says it.
     The other ranks may be waiting inside a collective, and so would the clean-up of the process group. torchrun stops
     them as soon as it sees this process fail.
     """
 
     def report_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        report(kind, error, trace)
-        _leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if not issubclass(kind, KeyboardInterrupt):
+            report(kind, error, trace)
+            _leave(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes the same one on
+        if is_first_of_host():
+            print("interrupted by Ctrl-C", file=sys.stderr)
+        _leave(128 + signal.SIGINT)
 
     return report_and_exit
 
@@ -155,18 +165,12 @@ def _leave_if_not_stopped() -> None:
         _leave(1)
 
 
-_tells: list[Callable[[], None]] = []
-
-
-def tell_of_failure(tell: Callable[[], None]) -> None:
-    """Have `tell` called before this process leaves for an error: others may wait for it."""
-    _tells.append(tell)
+_watches: list[FailureWatch] = []
 
 
 def _leave(code: int) -> None:
-    for tell in _tells:
-        with suppress(dist.DistError):  # the store may be gone with the process that held it
-            tell()
+    for watch in _watches:
+        watch.tell()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -220,12 +224,18 @@ def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
     _release_holders()
     wait_for_all_ranks()
+    _stop_watches()
     dist.destroy_process_group()
 
 
 def wait_for_all_ranks() -> None:
     """A barrier; NCCL's on the device of this process, as torch warns where it has to guess."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+
+
+def _stop_watches() -> None:
+    while _watches:
+        _watches.pop().stop()
 
 
 def _release_holders() -> None:

@@ -6,6 +6,7 @@
     SIGINT    the same with 130; what comes after it ends the process
     end       save, export the weights
 
+Without a folder for checkpoints SIGINT saves nothing, and SIGTERM ends the process at once.
 After an elastic restart the newest checkpoint of this run comes first, whatever it had started from.
 """
 
@@ -28,6 +29,7 @@ from .input_pipeline.loading import TrainingData
 from .number_options import whole_number
 from .parallel import ParallelModel
 from .process_group import from_first_rank
+from .refusal import is_first_of_host
 from .written_paths import named_path, written_file
 
 STEPS_PER_SAVE = 100
@@ -45,14 +47,14 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
         "checkpoints",
         f"with --checkpoint-dir SIGTERM, or one Ctrl-C: finish the step, save, exit with {EXIT_STOPPED} or "
         f"{EXIT_INTERRUPTED}; torchrun gives that 30 s, or those of TORCH_ELASTIC_SHUTDOWN_TIMEOUT. "
-        "Ctrl-C again: end at once",
+        "Ctrl-C without it: finish the step. Ctrl-C again: end at once",
     )
     group.add_argument("--checkpoint-dir", type=named_path, metavar="DIR", help="Save here, where all hosts can read.")
     every = f"Save after every N steps ({STEPS_PER_SAVE})."
     group.add_argument("--checkpoint-every", type=count, metavar="N", help=every)
     group.add_argument("--keep", type=count, metavar="K", help=f"Keep only the newest K checkpoints ({KEEP}).")
     group.add_argument(
-        "--resume", default="auto", metavar="auto|none|PATH", help="Go on from PATH, or auto: from the newest."
+        "--resume", metavar="auto|none|PATH", help="Go on from PATH, or auto, the default: from the newest."
     )
     group.add_argument("--init-from", type=Path, metavar="FILE", help="Start from safetensors or a state_dict.")
     group.add_argument("--export", type=written_file, metavar="FILE", help="Write the final weights as safetensors.")
@@ -73,13 +75,14 @@ class Run:
         self._extra: dict[str, Stateful] = {} if data is None else {"data": data}
         self._saved_step = -1
         self.was_stopped = False
-        self._exit_stopped, self._interrupted_s = EXIT_STOPPED, math.inf
+        self._exit_stopped = EXIT_INTERRUPTED if options.checkpoint_dir is None else EXIT_STOPPED
+        self._interrupted_s = math.inf
         self._checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
             keep = options.keep or KEEP
             self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=keep, extra=self._extra)
             signal.signal(signal.SIGTERM, self._tell)
-            signal.signal(signal.SIGINT, self._tell)
+        signal.signal(signal.SIGINT, self._tell)
         self._start()
 
     def __enter__(self) -> Run:
@@ -91,12 +94,11 @@ class Run:
 
     def ends_after(self, step: int) -> bool:
         """Save after a step if it is time to; whether the run was told to stop, on any rank."""
-        if self._checkpoints is None:
-            return False
-        self._checkpoints.prepare()
         self.was_stopped = self._model.stops
-        if self.was_stopped or (step + 1) % (self._options.checkpoint_every or STEPS_PER_SAVE) == 0:
-            self._save()
+        if self._checkpoints is not None:
+            self._checkpoints.prepare()
+            if self.was_stopped or (step + 1) % (self._options.checkpoint_every or STEPS_PER_SAVE) == 0:
+                self._save()
         return self.was_stopped
 
     def finish(self) -> int:
@@ -106,6 +108,12 @@ class Run:
             self._checkpoints.close()
             if self.was_stopped:
                 self._say(f"told to stop: saved after {self._model.n_steps} steps; the same command goes on from there")
+        elif self.was_stopped and is_first_of_host():
+            print(
+                f"interrupted after {self._model.n_steps} steps; nothing was saved, as no --checkpoint-dir was given",
+                file=sys.stderr,
+                flush=True,
+            )
         if self._options.export is not None and not self.was_stopped:
             export_model(self._model, self._options.export)
         return self._exit_stopped if self.was_stopped else 0
@@ -125,7 +133,7 @@ class Run:
         folder, choice = self._options.checkpoint_dir, self._options.resume
         is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         own = newest_of(folder) if folder is not None else None
-        if choice == "auto" or (is_restarted and own is not None):
+        if choice in (None, "auto") or (is_restarted and own is not None):
             return own
         if choice == "none":
             if own is not None:
@@ -149,8 +157,9 @@ class Run:
             signal.raise_signal(number)
         if number == signal.SIGINT and self._interrupted_s == math.inf:
             self._exit_stopped, self._interrupted_s = EXIT_INTERRUPTED, time.monotonic()
-            if self._model.mesh.rank == 0:  # print() may be what is interrupted
-                os.write(2, b"Ctrl-C: finishes the step, saves and ends; Ctrl-C again ends at once\n")
+            if is_first_of_host():  # print() may be what is interrupted
+                saves = "" if self._checkpoints is None else ", saves"
+                os.write(2, f"Ctrl-C: finishes the step{saves} and ends; Ctrl-C again ends at once\n".encode())
         self._model.is_told_to_stop = True
 
     def _say(self, text: str) -> None:

@@ -72,7 +72,9 @@ class LearningRate:
 
 
 def check_rate(parser: ArgumentParser, options: Namespace, model_file: Any) -> None:
-    """A usage error for rates of `train.py` that do not go together; those of a model file are not known yet.
+    """A usage error for rates of `train.py` that do not go together, or that do nothing.
+
+    Those of a model file are not known yet.
 
     What the model file decides by itself is said. Without --lr, `options.lr` becomes `AdamW`'s.
     """
@@ -80,8 +82,11 @@ def check_rate(parser: ArgumentParser, options: Namespace, model_file: Any) -> N
         if os.environ.get("RANK", "0") == "0":
             print(f"{', '.join(ignored)}: without effect, as the model file has {name}()", file=sys.stderr)
     options.lr = LEARNING_RATE if options.lr is None else options.lr
-    has_own = hasattr(model_file, "build_optimizer") or hasattr(model_file, "build_scheduler")
-    if not has_own and options.lr_schedule != "constant" and options.min_lr > options.lr:
+    if hasattr(model_file, "build_scheduler"):
+        return
+    if options.lr_schedule == "constant" and options.min_lr > 0.0:
+        parser.error("argument --min-lr: does nothing without --lr-schedule cosine or linear")
+    if not hasattr(model_file, "build_optimizer") and options.min_lr > options.lr:
         parser.error(f"argument --min-lr: found {options.min_lr:g}, expected at most --lr {options.lr:g}")
 
 
