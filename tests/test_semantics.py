@@ -386,6 +386,41 @@ def test_a_parameter_that_forward_writes_into_is_refused(own, trace):
         graph_of(lambda: Calling(averaging), trace=trace)
 
 
+def reading_data(layer, x):
+    return layer(x) * x.data
+
+
+def writing_data(layer, x):
+    layer.weight.data.mul_(0.9)
+    return layer(x)
+
+
+class WritingBefore(nn.Module):
+    """The data of its weight is written where it is made, too, as may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer.weight.data.fill_(0.5)
+
+    def forward(self, x):
+        return reading_data(self.layer, x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "line"),
+    [
+        (lambda: Calling(reading_data), r"return layer\(x\) \* x\.data"),
+        (lambda: Calling(writing_data), r"layer\.weight\.data\.mul_\(0\.9\)"),
+        (WritingBefore, r"return layer\(x\) \* x\.data"),
+        (lambda: Calling(by_autograd), r"return torch\.autograd\.grad\("),
+    ],
+)
+def test_what_a_trace_does_not_follow_is_refused_with_its_line(inner, line):
+    with pytest.raises(TraceError, match=rf"model at \S+test_semantics\.py:\d+: {line}(.|\n)*nor writes \.data"):
+        graph_of(inner)
+
+
 def by_autograd(layer, x):
     x = x.detach().requires_grad_()
     return torch.autograd.grad(layer(x).sum(), x, create_graph=True)[0]
