@@ -68,7 +68,13 @@ def plan(
 def estimate(
     model: str | Path, *, hw: str, plan: Plan, hosts: int = 1, overrides: Overrides | None = None, **options: Any
 ) -> Answer:
-    """What one given plan costs; nothing is searched."""
+    """What one given plan costs, in its precision; nothing is searched.
+
+    Raises: UsageError for another precision or global batch than the plan's, and what `plan` raises.
+    """
+    from autoplan.checks.plan import precision_to_judge
+
+    options["precision"] = precision_to_judge(plan, asked=options.get("precision"))
     return score(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=options_of(options)), plan)
 
 
