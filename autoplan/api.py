@@ -270,5 +270,6 @@ def emit(
     files = program_files(problem, answer)
     if targets:
         classes = tuple(segment.class_name for segment in problem.graph.segments)
-        files |= interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
+        subject = Subject(answer.best.plan, answer.workload, classes, problem.graph.synchronizes_batch_norm)
+        files |= interop_files(targets, subject)
     write_folder(Path(folder), files, force=force)
