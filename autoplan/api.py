@@ -68,7 +68,13 @@ def plan(
 def estimate(
     model: str | Path, *, hw: str, plan: Plan, hosts: int = 1, overrides: Overrides | None = None, **options: Any
 ) -> Answer:
-    """What one given plan costs; nothing is searched."""
+    """What one given plan costs, in its precision; nothing is searched.
+
+    Raises: UsageError for another precision or global batch than the plan's, and what `plan` raises.
+    """
+    from autoplan.checks.plan import precision_to_judge
+
+    options["precision"] = precision_to_judge(plan, asked=options.get("precision"))
     return score(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=options_of(options)), plan)
 
 
@@ -264,5 +270,6 @@ def emit(
     files = program_files(problem, answer)
     if targets:
         classes = tuple(segment.class_name for segment in problem.graph.segments)
-        files |= interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
+        subject = Subject(answer.best.plan, answer.workload, classes, problem.graph.synchronizes_batch_norm)
+        files |= interop_files(targets, subject)
     write_folder(Path(folder), files, force=force)

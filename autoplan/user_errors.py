@@ -29,6 +29,7 @@ _WANTS_INTEGERS = (
 _WANTS_FLOATS = (
     r"could not infer output dtype\. .*Got: torch\.(\w+)|Integral inputs not supported|Expected floating point type for"
 )
+_LEAVES_TRACE = "We found a fake tensor in the exported program constant's list"
 _OTHER_DEVICE = r"(?s)\bmeta\b.*\bcpu\b|\bcpu\b.*\bmeta\b"
 
 
@@ -240,10 +241,11 @@ _FAILURES = (
         through=LOSS_CALL,
     ),
     _Failure(
-        "We found a fake tensor in the exported program constant's list",
+        _LEAVES_TRACE,
         "a forward that takes no gradients (torch.autograd.grad) and neither reads nor writes .data",
         "write .detach() for .data; gradients taken in forward cannot be traced: use --module-level, which runs"
         " forward as it is, without tensor and pipeline parallelism",
+        found="a tensor that torch.export does not follow",
     ),
     _Failure(
         r"(?s)^AttributeError\b.*has no attribute 'constant'",
@@ -287,13 +289,21 @@ def lacks_values(error: BaseException) -> bool:
     return re.search(_DATA_DEPENDENT, _said(error)) is not None
 
 
-def trace_failure(name: str, error: BaseException, model: Any) -> str:
-    """Why `torch.export` could not follow the model or its loss: file and line, what was found, and the ways out."""
+def leaves_the_trace(error: BaseException) -> bool:
+    """Whether it failed since forward computes with tensors that a trace does not follow; it names no line then."""
+    return re.search(_LEAVES_TRACE, _said(error)) is not None
+
+
+def trace_failure(name: str, error: BaseException, model: Any, *, place: str = "") -> str:
+    """Why `torch.export` could not follow the model or its loss: file and line, what was found, and the ways out.
+
+    `place` is where that was, if the error does not tell.
+    """
     passed = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     told = next(row for row in _FAILURES if row.through in {"", *passed} and re.search(row.says, _said(error)))
     found = told.found.format(dtype=_dtype_found(told, error)) or what_failed(error)
     failed = "loss_fn fails" if LOSS_CALL in passed else "torch.export cannot trace the model"
-    where = users_place(error) + module_place(error, model)
+    where = (users_place(error) or place) + module_place(error, model)
     return f"{name}: {failed}{where}\n  found: {found}\n  expected: {told.expected}\n  fix: {told.fix}"
 
 

@@ -276,6 +276,8 @@ def test_advise_from_the_command_line(capsys) -> None:
     documented = (Path(GPT).parent.parent / "docs" / "what_to_buy.md").read_text()
     assert [name for name in (*found, *found["rules"][0]) if f"`{name}`" not in documented] == ["schema_version"]
     assert len(found["rules"]) == len(RULES) and "stay on one device" in found["verdict"]
+    shapes = [(row["n_hosts"], row["n_devices"]) for row in found["rows"]]
+    assert shapes == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (2, 16)]
     assert cli.run([*arguments, "--samples", "1e6", "--jobs", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Advice\n 1. ") and "8 devices over two hosts instead of 4 in one" in text

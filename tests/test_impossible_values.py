@@ -158,6 +158,16 @@ def test_a_given_plan_is_not_scored_with_another_batch_or_precision(tmp_path: Pa
         assert said in capsys.readouterr().err
 
 
+def test_the_library_scores_a_given_plan_in_its_own_precision_alone() -> None:
+    # V100 have no bf16, the default
+    model, hw = CHECKOUT / MLP, "v100_x8"
+    plan = api.plan(model, hw=hw, precision="fp16", fix="dp=8").best.plan
+    assert api.estimate(model, hw=hw, plan=plan).best.plan == plan
+    assert api.estimate(model, hw=hw, plan=plan, precision="fp16").best.plan == plan
+    with pytest.raises(errors.UsageError, match=r"--precision: found 'fp32'\n  expected: fp16, as the given plan has"):
+        api.estimate(model, hw=hw, plan=plan, precision="fp32")
+
+
 def test_mfu_of_a_given_plan_is_against_the_peak_of_its_precision(fp32_problem_and_plan) -> None:
     problem, plan = fp32_problem_and_plan
     peaks = dict(problem.hardware.device.peak_flops_per_s)

@@ -13,9 +13,11 @@ import pytest
 from conftest import WORKLOAD
 from yaml import safe_load
 
+from autoplan import api
 from autoplan.errors import UsageError
 from autoplan.interop.subject import Subject
 from autoplan.interop.targets import SOURCES, TARGETS, check_targets, interop_files
+from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, Plan, StagePlan
 
 # embedding, eight blocks, head
@@ -233,6 +235,30 @@ def test_what_no_target_has_is_said_by_all(name: str) -> None:
     ):
         assert what in missing
     assert name in SOURCES
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_model_of_synchronized_norms_is_not_to_be_converted(name: str) -> None:
+    def missing(batch_norm: str) -> str:
+        return _made(name, replace(_subject(SHARDED, batch_norm=batch_norm), synchronizes_batch_norm=True))[1]
+
+    assert "convert the model" not in missing("synchronized")
+    assert "beside nn.SyncBatchNorm: convert those" in missing("synchronized")
+    assert "nn.SyncBatchNorm takes those of all ranks" in missing("local")
+
+
+def test_emitted_pages_know_the_norms_of_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "norms.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+        "def build_model():\n    return nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.Linear(4, 2))\n"
+        "def make_batch(n):\n    return torch.randn(n, 4), torch.randint(2, (n,))\n"
+        "loss_fn = F.cross_entropy\n"
+    )
+    problem = api.make_problem(model, hw="dgx_a100_x8/2", options=Options(fix=(("dp", "2"),)))
+    api.emit(problem, api.solve(problem), tmp_path / "out", targets=("deepspeed",))
+    page = (tmp_path / "out" / "interop" / "deepspeed.md").read_text()
+    assert "nn.SyncBatchNorm" in page and "convert the model" not in page
 
 
 def test_files_are_a_configuration_and_a_page_for_each_target() -> None:

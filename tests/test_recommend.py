@@ -208,6 +208,22 @@ def test_recommend_from_the_command_line(capsys) -> None:
     assert "dgx_h100_x8: not looked at: the peak rate of 1 host does not meet" in out and "not proved" in err
 
 
+def test_recommend_reads_a_file_of_questions_and_chooses_among_its_hardware(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "question.toml"
+    path.write_text(
+        f'[workload]\nmodel = "{GPT}"\nset = {{ size = "char" }}\nsamples = 1e6\nfix = "tp=1"\n'
+        '[clusters]\nhw = ["dgx_h100_x8"]\nhosts = [8]\n[reliability]\nrestart = ["5 min", "10 min"]\n'
+    )
+    arguments = ["recommend", str(path), "--deadline", "1d", "--max-hosts", "1", "--jobs", "1", "--format", "json"]
+    assert cli.run(arguments) == 2
+    assert "--given: found 2 values" in capsys.readouterr().err
+    arguments += ["--given", 'reliability.restart="5 min"']
+    for among, expected in (([], "dgx_h100_x8"), (["--among", "dgx_a100_x8"], "dgx_a100_x8")):
+        assert cli.run([*arguments, *among]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["n_looked_at"], found["best"]["hardware"], found["best"]["n_hosts"]) == (1, expected, 1)
+
+
 def _cluster(name: str, cost_usd: float, **fields):
     return replace(toy_row(n_samples=72_000.0), hardware=name, cost_usd=cost_usd, cost_usd_interval=None, **fields)
 

@@ -386,6 +386,41 @@ def test_a_parameter_that_forward_writes_into_is_refused(own, trace):
         graph_of(lambda: Calling(averaging), trace=trace)
 
 
+def reading_data(layer, x):
+    return layer(x) * x.data
+
+
+def writing_data(layer, x):
+    layer.weight.data.mul_(0.9)
+    return layer(x)
+
+
+class WritingBefore(nn.Module):
+    """The data of its weight is written where it is made, too, as may be."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer.weight.data.fill_(0.5)
+
+    def forward(self, x):
+        return reading_data(self.layer, x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "line"),
+    [
+        (lambda: Calling(reading_data), r"return layer\(x\) \* x\.data"),
+        (lambda: Calling(writing_data), r"layer\.weight\.data\.mul_\(0\.9\)"),
+        (WritingBefore, r"return layer\(x\) \* x\.data"),
+        (lambda: Calling(by_autograd), r"return torch\.autograd\.grad\("),
+    ],
+)
+def test_what_a_trace_does_not_follow_is_refused_with_its_line(inner, line):
+    with pytest.raises(TraceError, match=rf"model at \S+test_semantics\.py:\d+: {line}(.|\n)*nor writes \.data"):
+        graph_of(inner)
+
+
 def by_autograd(layer, x):
     x = x.detach().requires_grad_()
     return torch.autograd.grad(layer(x).sum(), x, create_graph=True)[0]
@@ -409,14 +444,27 @@ def convolved_in_float32(layer, x):
     return F.conv1d(x.float().unsqueeze(1), layer.weight.unsqueeze(1), padding=2)[:, 0, :WIDTH]
 
 
-class Normed(nn.LayerNorm):
+class Normed(nn.Module):
     """A norm in float32, with weights as they are."""
 
-    def __init__(self):
-        super().__init__(WIDTH)
+    def __init__(self, make_norm=nn.LayerNorm, *args, **kwargs):
+        super().__init__()
+        self.norm = make_norm(*(args or (WIDTH,)), **kwargs)
 
     def forward(self, x):
-        return super().forward(x.float()).to(x.dtype)
+        return self.norm(x.float()).to(x.dtype)
+
+
+def instance_norm():
+    return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True), nn.Flatten())
+
+
+def with_weights_in_float32(layer, x):
+    return F.layer_norm(x, (WIDTH,), layer.bias.float())
+
+
+def batch_norm_with_weights_in_float32(layer, x):
+    return F.batch_norm(x, None, None, layer.bias.float(), training=True)
 
 
 def in_float32_with_weights(layer, x):
@@ -457,6 +505,40 @@ def test_a_product_of_two_dtypes_is_refused_in_16_bits_alone(function):
     with pytest.raises(InputError, match=r"module inner(.|\n)+a product of float32 and bfloat16"):
         check_product_dtypes(graph, "bf16")
     check_product_dtypes(graph, "tf32")
+
+
+@pytest.mark.parametrize(
+    ("inner", "found"),
+    [
+        (Normed, "float32 with weights in bfloat16"),
+        (lambda: Normed(nn.GroupNorm, 2, WIDTH), "float32 with weights in bfloat16"),
+        (lambda: Normed(nn.BatchNorm1d, track_running_stats=False), "float32 with weights in bfloat16"),
+        (lambda: Normed(lambda _: instance_norm()), "float32 with weights in bfloat16"),
+        (lambda: Calling(with_weights_in_float32), "bfloat16 with weights in float32"),
+    ],
+)
+def test_a_norm_that_torch_refuses_for_its_two_dtypes_is_refused_in_16_bits_alone(inner, found):
+    graph = graph_of(inner)
+    with pytest.raises(
+        InputError, match=rf"toy: module inner\S*: found 'a norm of {found}, aten(.|\n)+norm.weight.float"
+    ):
+        check_product_dtypes(graph, "bf16")
+    check_product_dtypes(graph, "fp32")
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: Normed(nn.RMSNorm),
+        lambda: Normed(nn.LayerNorm, WIDTH, elementwise_affine=False),
+        lambda: Normed(nn.BatchNorm1d),  # with running statistics, beside which programs widen its weights
+        lambda: nn.LayerNorm(WIDTH),
+        instance_norm,
+        lambda: Calling(batch_norm_with_weights_in_float32),
+    ],
+)
+def test_norms_that_torch_takes_pass(inner):
+    check_product_dtypes(graph_of(inner), "bf16")
 
 
 @pytest.mark.parametrize("function", [in_float32_with_weights, in_float32_with_autocast])

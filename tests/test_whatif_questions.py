@@ -71,6 +71,21 @@ def test_whatif_toml_is_read_and_flags_beat_it(tmp_path: Path) -> None:
     assert found.given_usd == (("dgx_a100_x8", 1.8),)
 
 
+def test_an_amount_that_is_given_takes_the_place_of_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "whatif.toml"
+    path.write_text(QUESTION)
+    found = read_question(path, changes=flag_tables(Flags(n_samples=1e6)))
+    assert (found.n_tokens, found.n_samples) == (None, 1e6)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["whatif", MLP, "--hw", "dgx_a100_x8"], ["recommend", MLP, "--budget", "9"], ["whatif", "gone.toml"]]
+)
+def test_two_amounts_are_refused_by_the_names_of_their_options(arguments: list[str], capsys) -> None:
+    assert cli.run([*arguments, "--tokens", "1e9", "--samples", "1e6"]) == 2
+    assert "--tokens: found '--samples beside it'" in capsys.readouterr().err
+
+
 def test_keywords_beat_the_file_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = tmp_path / "whatif.toml", []
     path.write_text(QUESTION.replace("spare_hosts = 2", "spare_hosts = [2, 3]"))

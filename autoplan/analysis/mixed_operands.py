@@ -20,7 +20,7 @@ PRODUCTS = frozenset(
 RECURRENT = frozenset(
     {"gru", "gru_cell", "lstm", "lstm_cell", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell"}
 )
-_NORMS = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})  # not rms_norm, which takes two
+NORMS = frozenset({"batch_norm", "group_norm", "instance_norm", "layer_norm"})  # not rms_norm, which takes two
 
 
 def operands_of(graph: OpGraph, functions: Set[str]) -> Iterator[tuple[Op, tuple[str, ...]]]:
@@ -39,5 +39,5 @@ def fails_in_float64(graph: OpGraph) -> bool:
     specs = GraphFacts.of(graph).specs
     return any(
         {COMPUTE, "float32"} <= {specs[name].dtype for name in operands}
-        for _, operands in operands_of(graph, PRODUCTS | _NORMS)
+        for _, operands in operands_of(graph, PRODUCTS | NORMS)
     )

@@ -16,7 +16,7 @@ from autoplan.analysis.semantics import check_loss_average, own_gradients
 from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
-from autoplan.errors import InputError, PlanMismatchError
+from autoplan.errors import InputError, PlanMismatchError, UsageError
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster, Hardware
@@ -30,6 +30,22 @@ from autoplan.search.meshes import MAX_SPLIT_ZERO_STAGE
 from autoplan.tensor_parallel.sharding import read_sharding
 
 COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_batches", "n_chunks")
+
+
+def precision_to_judge(plan: Plan, *, asked: str | None) -> str:
+    """The precision that a given plan is judged in: its own; `asked` is None where none was asked for.
+
+    Raises: UsageError where another was asked for.
+    """
+    _check_precision(plan)
+    if asked not in (None, plan.precision):
+        raise UsageError.of(
+            "--precision",
+            found=asked,
+            expected=f"{plan.precision}, as the given plan has",
+            fix="leave it out, or plan again with it",
+        )
+    return plan.precision
 
 
 def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Sequence[str] = ()) -> None:
@@ -50,8 +66,7 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
             "  fix: raise --hosts, or plan again"
         )
     _check_groups(plan, hardware.groups if isinstance(hardware, Cluster) else (), name=hardware.name)
-    if plan.precision not in PRECISIONS:
-        _refuse("precision", plan.precision, f"one of {', '.join(PRECISIONS)}")
+    _check_precision(plan)
     if plan.batch_norm not in BATCH_NORMS:
         _refuse("batch_norm", plan.batch_norm, f"one of {', '.join(BATCH_NORMS)}")
     if plan.mesh.shares and plan.batch_norm != BATCH_NORMS[0]:
@@ -153,6 +168,11 @@ def _check_groups(plan: Plan, groups: tuple[HardwareProfile, ...], *, name: str)
                 f"the plan needs {n_devices} devices of {own.hardware} in group {own.group} of {name},"
                 f" which has {group.n_devices} of {group.name}\n  fix: raise n_hosts in the file, or plan again"
             )
+
+
+def _check_precision(plan: Plan) -> None:
+    if plan.precision not in PRECISIONS:
+        _refuse("precision", plan.precision, f"one of {', '.join(PRECISIONS)}")
 
 
 def _check_mesh(mesh: Mesh) -> None:

@@ -99,6 +99,7 @@ def estimate_command(
 ) -> None:
     """Score the plan of --plan, or the best one that has every value of --fix."""
     from autoplan import api
+    from autoplan.checks.plan import precision_to_judge
     from autoplan.output.folder import read_answer
     from autoplan.report.plan import plan_report
 
@@ -112,21 +113,14 @@ def estimate_command(
             str(plan_file), found=f"no plan ({given.result.status})", expected="a plan", fix="plan again, or use --fix"
         )
     if given is not None:
-        _check_precision(given.best.plan.precision, options["precision"])
+        source = click.get_current_context().get_parameter_source("precision")
+        asked = None if source == click.core.ParameterSource.DEFAULT else options["precision"]
+        options["precision"] = precision_to_judge(given.best.plan, asked=asked)
     with stdout_kept_clean():
         problem = _problem(model, overrides, hw=hw, hosts=hosts, options=_read_options(**options))
         answer = api.solve(problem) if given is None else api.score(problem, given.best.plan)
     print_answer(answer, plan_report, output_format)
     _check_status(answer, problem.options)
-
-
-def _check_precision(of_plan: str, asked: str) -> None:
-    """Refuse a --precision that was given and is not that of a given plan."""
-    source = click.get_current_context().get_parameter_source("precision")
-    if asked != of_plan and source != click.core.ParameterSource.DEFAULT:
-        raise UsageError.of(
-            "--precision", found=asked, expected=f"{of_plan}, as the given plan has", fix="leave it out, or plan again"
-        )
 
 
 @click.command("rule")

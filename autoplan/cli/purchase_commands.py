@@ -128,11 +128,16 @@ def whatif_command(
 
 
 @click.command("recommend")
-@click.argument("model", metavar="MODEL|hf:CONFIG.JSON")
+@click.argument("model", metavar="MODEL|hf:CONFIG.JSON|WHATIF.TOML")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable.")
 @click.option("--deadline", metavar="14d", help="Latest acceptable time to train: the cheapest cluster that meets it.")
 @click.option("--budget", metavar="USD", help="Most US dollars to spend: the fastest cluster that meets it.")
-@click.option("--among", "hw", metavar="A,B,...", help="Hardware profiles to choose from. [all that have a price]")
+@click.option(
+    "--among",
+    "hw",
+    metavar="A,B,...",
+    help="Hardware profiles to choose from. [those of the file, or all with a price]",
+)
 @click.option("--max-hosts", type=click.IntRange(min=1), default=256, show_default=True, help="Most hosts to look at.")
 @click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [512 on every cluster]")
 @click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
@@ -156,14 +161,18 @@ def recommend_command(
     output_format: str,
     **flags: Any,
 ) -> None:
-    """The cheapest cluster that meets a deadline, or the fastest within a budget, and what would change that."""
+    """The cheapest cluster that meets a deadline, or the fastest within a budget, and what would change that.
+
+    A WHATIF.TOML holds the question but for its hosts; flags take the place of its values.
+    """
     from autoplan.what_if.recommendation_text import recommendation_text, recommendation_to_dict
     from autoplan.what_if.recommending import candidates, parse_budget, parse_deadline, recommend
     from autoplan.what_if.sweep import default_n_jobs
 
     options = Options(module_level=module_level, memory_confidence=memory_confidence, rules=rules)
+    hw = hw if hw or model.endswith(".toml") else ",".join(candidates())
     with stdout_kept_clean():
-        question = _question(model, {**flags, "hw": hw or ",".join(candidates())}, options)
+        question = _question(model, {**flags, "hw": hw}, options)
         deadline_s = None if deadline is None else parse_deadline(deadline)
         budget_usd = None if budget is None else parse_budget(budget)
         with told_while_tracing(model) as tell_points:

@@ -15,11 +15,13 @@ class Subject:
 
     Attributes:
         classes: the class of each segment of the graph that is a block, "" of one that is none.
+        synchronizes_batch_norm: whether the model has an `nn.SyncBatchNorm`.
     """
 
     plan: Plan
     workload: Workload
     classes: tuple[str, ...]
+    synchronizes_batch_norm: bool = False
 
     @property
     def n_replicas(self) -> int:
@@ -81,8 +83,12 @@ def everywhere_missing(subject: Subject) -> Iterator[str]:
         yield "The loss in slices of the rows, which holds one slice of the logits at a time."
     if plan.mesh.memory_format == "channels_last":
         yield "Images in the order channels_last: call model.to(memory_format=torch.channels_last)."
-    if plan.batch_norm == "synchronized":
+    if plan.batch_norm == "synchronized" and not subject.synchronizes_batch_norm:
         yield "Synchronized BatchNorm: convert the model with torch.nn.SyncBatchNorm."
+    if plan.batch_norm == "synchronized" and subject.synchronizes_batch_norm:
+        yield "Synchronized BatchNorm where the model has nn.BatchNorm beside nn.SyncBatchNorm: convert those."
+    if plan.batch_norm == "local" and subject.synchronizes_batch_norm:
+        yield "BatchNorm over the micro-batch of a rank: the model's nn.SyncBatchNorm takes those of all ranks."
     if plan.grad_compression == "powersgd":
         yield "PowerSGD: register torch's DDP hook of that name where the model is wrapped by DDP."
     if plan.loss_average == "global_batch":

@@ -7,6 +7,7 @@ that forward calls, the model runs once more, and the stack is read when the ope
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,39 @@ def calling_place(node: torch.fx.Node, run: Callable[[], Any], *, reads: torch.T
 def reading_place(like: torch.Tensor, run: Callable[[], Any]) -> str:
     """Likewise of the first call that is given a tensor like this one; nothing where none comes by."""
     return _watched(_given(like), run)
+
+
+def escaping_place(run: Callable[[], Any]) -> str:
+    """Likewise of the first line, not torch's own, that reads or writes `.data`, or else that takes gradients."""
+    found: dict[str, str] = {}
+    tensor: Any = torch.Tensor
+    own: Any = torch._C.TensorBase.data
+    take = torch.autograd.grad
+
+    def note(what: str) -> None:
+        if not str(sys._getframe(2).f_globals.get("__name__")).startswith("torch."):
+            found.setdefault(what, users_line(traceback.extract_stack()))
+
+    def read(self: Any) -> Any:
+        note("data")
+        return own.__get__(self)
+
+    def write(self: Any, value: Any) -> None:
+        note("data")
+        own.__set__(self, value)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note("gradients")
+        return take(*args, **kwargs)
+
+    tensor.data, torch.autograd.grad = property(read, write), noted
+    try:
+        with contextlib.suppress(*USERS_ERRORS):
+            run()
+    finally:
+        del tensor.data
+        torch.autograd.grad = take
+    return found.get("data") or found.get("gradients", "")
 
 
 def _watched(matches: Matches, run: Callable[[], Any]) -> str:

@@ -47,7 +47,7 @@ from autoplan.tracing.meta_autocast import autocast_on_meta
 from autoplan.tracing.model_building import build_users_model
 from autoplan.tracing.operand_dtypes import check_operands
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
-from autoplan.tracing.places import calling_place
+from autoplan.tracing.places import calling_place, escaping_place
 from autoplan.tracing.refused_writes import refuse_what_autograd_refuses, writes_numbers
 from autoplan.tracing.returned_loss import check_returned
 from autoplan.tracing.second_run import like_an_export, record_run
@@ -55,7 +55,15 @@ from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.tracing.sync_batch_norm import batch_norm_of_one_process, synchronizes_batch_norm
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
-from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, lacks_values, made_batch, trace_failure
+from autoplan.user_errors import (
+    USERS_ERRORS,
+    check_takes,
+    import_failure,
+    lacks_values,
+    leaves_the_trace,
+    made_batch,
+    trace_failure,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +277,8 @@ def _trace_once(source: ModelSource, batch_size: int, answers: Answers) -> Trace
         except InputError:
             raise
         except USERS_ERRORS as error:
-            raise TraceError(trace_failure(source.where, error, model)) from error
+            place = _escaping_place(source, batch_size, answers) if leaves_the_trace(error) else ""
+            raise TraceError(trace_failure(source.where, error, model, place=place)) from error
     if writes and batch_size == BATCH_A:
         _refuse_writes(source, batch_size, answers)
     signature = program.graph_signature
@@ -338,6 +347,13 @@ def _run_again(source: ModelSource, batch_size: int, answers: Answers) -> None:
     model, batch = _build_model(source), meta_batch(source, batch_size)
     with _on_meta(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
         _WithLoss(model, source)(*batch)
+
+
+def _escaping_place(source: ModelSource, batch_size: int, answers: Answers) -> str:
+    """The line of forward or the loss whose tensors a trace does not follow."""
+    model, batch = _build_model(source), meta_batch(source, batch_size)
+    with ValuesAsOperators(), Answering(answers):
+        return escaping_place(lambda: _WithLoss(model, source)(*batch))
 
 
 def _answers(source: ModelSource, batch_size: int) -> Answers:

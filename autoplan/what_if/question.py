@@ -129,19 +129,21 @@ def read_question(path: str | Path, *, changes: Table | None = None, options: Op
     Raises: InputError naming the field that cannot be used.
     """
     _, where, text = read_path(Path(path), expected="a file of questions, such as examples/whatif.toml")
-    tables = _without_set(parse_toml(text, where=where), changes or {})
+    tables = _without_replaced(parse_toml(text, where=where), changes or {})
     return parse_question(merged(tables, changes or {}), where=where, folder=Path(path).parent, options=options)
 
 
-def _without_set(tables: Table, changes: Table) -> Table:
-    """The tables without sweeps of arguments that the changes set."""
-    workload = tables.get("workload")
-    sweep = workload.get("sweep") if isinstance(workload, dict) else None
-    if not isinstance(workload, dict) or not isinstance(sweep, dict):
+def _without_replaced(tables: Table, changes: Table) -> Table:
+    """The tables without sweeps of arguments that the changes set, and without tokens where these say samples."""
+    workload, changed = tables.get("workload"), changes.get("workload", {})
+    if not isinstance(workload, dict):
         return tables
-    given = changes.get("workload", {}).get("set", {})
-    kept = {name: values for name, values in sweep.items() if name not in given}
-    return {**tables, "workload": {**workload, "sweep": kept}}
+    amounts = {"tokens", "samples"}
+    kept = {key: value for key, value in workload.items() if key not in amounts or amounts.isdisjoint(changed)}
+    sweep = kept.get("sweep")
+    if isinstance(sweep, dict):
+        kept["sweep"] = {name: values for name, values in sweep.items() if name not in changed.get("set", {})}
+    return {**tables, "workload": kept}
 
 
 def parse_question(table: Table, *, where: str, folder: Path | None = None, options: Options | None = None) -> Question:
