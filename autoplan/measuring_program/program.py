@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -239,6 +240,7 @@ def _measure_all(
         if (known := figures[key]) is not None:
             yield _Line(task | known, progress.known(task, "known from an earlier run"))
             continue
+        _show_bar(progress.bar(task))
         start_s = time.perf_counter()
         row = task | _measured(task, region, run)
         earlier.keep(row)
@@ -304,8 +306,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _show(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(_over_bar() + text + "\n")
     sys.stderr.flush()
+
+
+def _show_bar(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(_over_bar() + text[: shutil.get_terminal_size().columns - 1])
+        sys.stderr.flush()
+
+
+def _over_bar() -> str:
+    """What lets the next line take the place of a bar."""
+    return "\r\033[2K" if sys.stderr.isatty() else ""
 
 
 def main(folder: Path, arguments: list[str]) -> None:

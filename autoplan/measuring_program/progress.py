@@ -1,6 +1,7 @@
-"""What a run of measurements tells: one line per case, with its count and the time left.
+"""What a run of measurements tells: one line per case, with its count and the time left; a bar below on a terminal.
 
     [7/40] blocks.0, tp 2 S(1), micro-batch 4, compiled: forward 1.203 ms, backward 2.511 ms; about 3 min left
+    [#####-------------------------] measures blocks.0, tp 2 S(1), micro-batch 8, compiled
 
 The time left is that of the cases still to be measured; each is taken to need the mean of those measured so far that
 are compiled, or of single ops, or neither, as it is.
@@ -14,6 +15,7 @@ from typing import Any
 from .results import CONTIGUOUS, OPS, OWN, Row
 
 MINUTE_S = 60.0
+BAR_WIDTH = 30
 
 
 class Progress:
@@ -34,6 +36,11 @@ class Progress:
         self._seconds[_way(row)].append(seconds)
         left_s = self._left_s()
         return self._line(row, _result(row) + (f"; {_about(left_s)} left" if left_s else ""))
+
+    def bar(self, row: Row) -> str:
+        """How far the run is while this case is measured."""
+        done = "#" * (BAR_WIDTH * self._n_done // self._n_cases)
+        return f"[{done.ljust(BAR_WIDTH, '-')}] measures {_described(row)}"
 
     def _left_s(self) -> float:
         all_s = [seconds for found in self._seconds.values() for seconds in found]
