@@ -304,7 +304,7 @@ def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch)
 
 
 def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
-    """A thread inside the constructor of a store aborts a process that ends meanwhile: "terminate called"."""
+    """A thread inside the constructor of a store cannot be stopped, and aborts a process that ends meanwhile."""
     connected_by = []
     monkeypatch.setattr(failure_watch, "TCPStore", lambda *args, **options: connected_by.append(threading.get_ident()))
     monkeypatch.setattr(failure_watch, "PrefixStore", lambda *args: None)
@@ -317,27 +317,29 @@ def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
     assert connected_by == [threading.get_ident()]
 
 
-def process_of_rank(rank, port, program, *args):
+def process_of_rank(rank, port, program, *args, **options):
     """`program` as one of two processes that a launcher starts, each the first of its host; an error ends it so."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     failure_watch.INTERVAL_S = failure_watch.OTHERS_FIRST_S = 0.2
     join_process_group("cpu")
     try:
-        program(*args)
+        program(*args, **options)
         process_group.stop_process_group()
-        assert "failure watch" not in [thread.name for thread in threading.enumerate()]
+        # A thread inside of a store when the interpreter ends aborts the process: "terminate called".
+        assert {"failure watch", "hang watch"}.isdisjoint(thread.name for thread in threading.enumerate())
     except BaseException:
         sys.excepthook(*sys.exc_info())
 
 
-def ends_of_two(program, *args):
+def ends_of_two(program, *args, **options):
     """The exit codes of both ranks of `program`, which may take 30 s."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = get_context("fork")
-    ranks = [context.Process(target=process_of_rank, args=(rank, port, program, *args)) for rank in range(2)]
+    given = [(rank, port, program, *args) for rank in range(2)]
+    ranks = [context.Process(target=process_of_rank, args=each, kwargs=options) for each in given]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -366,7 +368,8 @@ def test_a_rank_that_fails_as_it_builds_its_model_ends_the_others(capfd):
 
 
 def test_ranks_that_end_well_are_watched_no_longer():
-    assert ends_of_two(lambda: None) == [0, 0]
+    model = SimpleNamespace(config=Config(dp=2), mesh=SimpleNamespace(rank=0), n_steps=0)
+    assert ends_of_two(watch_for_hangs, model, limit_s=60.0) == [0, 0]
 
 
 def test_ctrl_c_before_the_first_step_is_said_in_one_line_by_the_first_process_of_a_host(monkeypatch, capfd):

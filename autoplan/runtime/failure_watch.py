@@ -40,7 +40,7 @@ class FailureWatch:
     """
 
     def __init__(self, rank: int, *, timeout_s: float) -> None:
-        # Connected here: a thread that still waits for the launcher when the interpreter ends aborts the process.
+        # Connected here: the constructor of a store cannot be stopped, see `stop_at_end`.
         self._rank, self._store = rank, connected_store("failure_watch", timeout_s=timeout_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import Store
 
 from .failure_watch import connected_store
 from .parallel import ParallelModel
+from .process_group import stop_at_end
 from .refusal import OTHERS_FIRST_S, is_first_of_host
 
 LOOKS_PER_LIMIT = 10
@@ -59,15 +60,22 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
     """
     if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         board = connected_store("hang_watch", timeout_s=limit_s)
-        watch = (model, threading.get_ident(), board, limit_s)
-        threading.Thread(target=_watch, args=watch, name="hang watch", daemon=True).start()
+        stopped = threading.Event()
+        watch = (model, threading.get_ident(), board, limit_s, stopped)
+        thread = threading.Thread(target=_watch, args=watch, name="hang watch", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            stopped.set()
+            thread.join()
+
+        stop_at_end(stop)
 
 
-def _watch(model: ParallelModel, main: int, board: Store, limit_s: float) -> None:
+def _watch(model: ParallelModel, main: int, board: Store, limit_s: float, stopped: threading.Event) -> None:
     interval_s = min(MAX_INTERVAL_S, limit_s / LOOKS_PER_LIMIT)
     seen, since_s = (-1, ""), time.monotonic()
-    while True:
-        time.sleep(interval_s)
+    while not stopped.wait(interval_s):
         found = whereabouts(main)
         if found is None:
             return

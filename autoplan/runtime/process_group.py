@@ -74,7 +74,9 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
         dist.init_process_group(backend, timeout=timeout, **_store_of_restart(timeout))
         sys.excepthook = _exit_at_once(sys.excepthook)
         if dist.get_world_size() > 1:
-            _watches.append(FailureWatch(dist.get_rank(), timeout_s=timeout_s))
+            watch = FailureWatch(dist.get_rank(), timeout_s=timeout_s)
+            _tells.append(watch.tell)
+            stop_at_end(watch.stop)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -165,12 +167,12 @@ def _leave_if_not_stopped() -> None:
         _leave(1)
 
 
-_watches: list[FailureWatch] = []
+_tells: list[Callable[[], None]] = []
 
 
 def _leave(code: int) -> None:
-    for watch in _watches:
-        watch.tell()
+    for tell in _tells:
+        tell()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -233,9 +235,21 @@ def wait_for_all_ranks() -> None:
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
+_stops: list[Callable[[], None]] = []
+
+
+def stop_at_end(stop: Callable[[], None]) -> None:
+    """Have `stop` end a thread that calls torch, once all ranks are done.
+
+    Inside of C++ when the interpreter ends, it would abort the process: "terminate called without an active exception".
+    """
+    _stops.append(stop)
+
+
 def _stop_watches() -> None:
-    while _watches:
-        _watches.pop().stop()
+    _tells.clear()
+    while _stops:
+        _stops.pop()()
 
 
 def _release_holders() -> None:
