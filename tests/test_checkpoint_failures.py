@@ -322,7 +322,7 @@ def process_of_rank(rank, port, program, *args, **options):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     failure_watch.INTERVAL_S = failure_watch.OTHERS_FIRST_S = 0.2
-    join_process_group("cpu")
+    process_group.start_process_group("cpu", Config(dp=2))
     try:
         program(*args, **options)
         process_group.stop_process_group()
@@ -350,9 +350,9 @@ def ends_of_two(program, *args, **options):
     return codes
 
 
-def build_where_rank_1_fails():
+def build_where_one_fails(rank):
     def build_model():
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == str(rank):
             raise ValueError("no such weights")
         time.sleep(60)  # stands for what the end of another process does not end, as a collective of NCCL
 
@@ -360,11 +360,15 @@ def build_where_rank_1_fails():
     ParallelModel(config, SimpleNamespace(build_model=build_model), mesh=build_rank_mesh(config, "cpu"))
 
 
-def test_a_rank_that_fails_as_it_builds_its_model_ends_the_others(capfd):
-    assert ends_of_two(build_where_rank_1_fails) == [1, 1]
+@pytest.mark.parametrize(
+    ("rank", "why"), [(1, "rank 1 ended with an error"), (0, "the store of the launcher is gone, with the job")]
+)
+def test_a_rank_that_fails_as_it_builds_its_model_ends_the_others(rank, why, capfd):
+    """Rank 0 holds the store, as where a job has several hosts."""
+    assert ends_of_two(build_where_one_fails, rank) == [1, 1]
     error = capfd.readouterr().err
-    assert "[rank1]: ValueError: no such weights" in error and "[rank0]" not in error
-    assert error.count("rank 1 ended with an error; so do the ranks of this host\n") == 1
+    assert f"[rank{rank}]: ValueError: no such weights" in error and f"[rank{1 - rank}]: " not in error
+    assert error.count(f"{why}; the ranks of this host end, too\n") == 1
 
 
 def test_ranks_that_end_well_are_watched_no_longer():

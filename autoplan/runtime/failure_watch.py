@@ -1,7 +1,8 @@
-"""A rank that ends with an error tells the others, and they leave: what they wait for will not come.
+"""A rank that fails tells the others, and they leave: what they wait for will not come.
 
-NCCL would not notice, on another host not before its time-out. It is told through the launcher's store, from the start
-of the process group on, and whatever the others do then: wait, build a model, read or write a checkpoint.
+It writes to the launcher's store, which a thread of every rank reads from the start of the process group on, whatever
+its main thread does: it may wait, build a model, read or write a checkpoint. NCCL by itself would notice at its
+time-out. Where the process that held the store has ended, the job has failed, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from .refusal import OTHERS_FIRST_S, is_first_of_host
 
 CONNECTION_S = 30.0  # the store is up, since the ranks met in it, unless the rank that holds it has ended already
 INTERVAL_S = 5.0
-FAILED = "failed"  # under which the store has the rank that ended with an error
+FAILED = "failed"  # under which the store has what a rank says of itself
+WITH_AN_ERROR, INTERRUPTED = "ended with an error", "was interrupted"
 
 
 def connected_store(name: str, *, timeout_s: float) -> Store:
@@ -34,23 +36,24 @@ def connected_store(name: str, *, timeout_s: float) -> Store:
 
 
 class FailureWatch:
-    """Ends this process soon after another rank has told that it fails.
+    """Ends this process soon after another rank has told that it fails, or has left with the store.
 
+    All ranks must stop it together, after their last step.
     Raises: torch's DistError when the launcher's store is gone.
     """
 
     def __init__(self, rank: int, *, timeout_s: float) -> None:
-        # Connected here: the constructor of a store cannot be stopped, see `stop_at_end`.
+        # Connected here: the constructor of a store cannot be stopped.
         self._rank, self._store = rank, connected_store("failure_watch", timeout_s=timeout_s)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
         self._thread.start()
 
-    def tell(self) -> None:
-        """Before this process leaves for an error."""
+    def tell(self, how: str) -> None:
+        """Before this process leaves, `WITH_AN_ERROR` or `INTERRUPTED`."""
         self._stopped.set()
         with suppress(dist.DistError):  # the store may be gone with the process that held it
-            self._store.set(FAILED, str(self._rank))
+            self._store.set(FAILED, f"rank {self._rank} {how}")
 
     def stop(self) -> None:
         """Before this process ends well."""
@@ -58,13 +61,15 @@ class FailureWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        with suppress(dist.DistError):
+        try:
             while not self._store.check([FAILED]):
                 if self._stopped.wait(INTERVAL_S):
                     return
-            rank = self._store.get(FAILED).decode()
-            if self._stopped.wait(OTHERS_FIRST_S):  # with an error of its own
-                return
-            if is_first_of_host():
-                print(f"rank {rank} ended with an error; so do the ranks of this host", file=sys.stderr, flush=True)
-            os._exit(1)
+            why = self._store.get(FAILED).decode()
+        except dist.DistError:
+            why = "the store of the launcher is gone, with the job"
+        if self._stopped.wait(OTHERS_FIRST_S):  # this process ends by itself
+            return
+        if is_first_of_host():
+            print(f"{why}; the ranks of this host end, too", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -9,7 +9,7 @@ waited for too long says what all of them do and ends the job:
              that waits for others which read or write a checkpoint or weights: that has a time-out of its own
     silent   tells nothing: its process is stopped, or holds the interpreter
 
-A rank that ends with an error says so by itself, see `failure_watch`.
+A rank that ends with an error says so by itself, and a store that is gone ends all ranks: see `failure_watch`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from torch._C._distributed_c10d import Store
 from .failure_watch import connected_store
 from .parallel import ParallelModel
 from .process_group import stop_at_end
-from .refusal import OTHERS_FIRST_S, is_first_of_host
+from .refusal import OTHERS_FIRST_S
 
 LOOKS_PER_LIMIT = 10
 MAX_INTERVAL_S = 5.0
@@ -61,8 +62,13 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
     if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         board = connected_store("hang_watch", timeout_s=limit_s)
         stopped = threading.Event()
-        watch = (model, threading.get_ident(), board, limit_s, stopped)
-        thread = threading.Thread(target=_watch, args=watch, name="hang watch", daemon=True)
+        main = threading.get_ident()
+
+        def watch() -> None:
+            with suppress(dist.DistError):  # the store is gone, with the job
+                _watch(model, main, board, limit_s, stopped)
+
+        thread = threading.Thread(target=watch, name="hang watch", daemon=True)
         thread.start()
 
         def stop() -> None:
@@ -83,8 +89,6 @@ def _watch(model: ParallelModel, main: int, board: Store, limit_s: float, stoppe
         if (model.n_steps, does) != seen:
             seen, since_s = (model.n_steps, does), time.monotonic()
             continue
-        if does == "waits":
-            _leave_if_gone(board)
         own = Whereabouts(does, place, time.monotonic() - since_s, model.n_steps, socket.gethostname())
         if own.for_s >= limit_s / 2:
             board.set(str(model.mesh.rank), json.dumps(asdict(own)))
@@ -130,17 +134,6 @@ def _line(place: Whereabouts | None) -> str:
     if place is None:
         return "silent: its process is stopped or gone"
     return f"{place.does} for {place.for_s:.0f} s at {place.place}, after {place.n_steps} steps, on {place.host}"
-
-
-def _leave_if_gone(board: Store) -> None:
-    """As what this rank waits for will not come."""
-    try:
-        board.check(["n_reports"])
-    except dist.DistError:
-        if is_first_of_host():
-            why = "the store of the launcher is gone, with the job; the ranks of this host that wait end"
-            print(why, file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 def _end(board: Store, n_ranks: int, limit_s: float) -> None:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 
 from .config import Config
-from .failure_watch import FailureWatch
+from .failure_watch import INTERRUPTED, WITH_AN_ERROR, FailureWatch
 from .planned_devices import check_device_count, check_world_size
 from .refusal import OTHERS_FIRST_S, Refusal, is_first_of_host
 
@@ -46,6 +46,10 @@ def start_process_group(device_type: str, config: Config, *, timeout_s: float = 
     join_process_group(device_type, timeout_s=timeout_s)
     if "WORLD_SIZE" in os.environ:  # alone no rank waits, and Python's own exit code stands
         atexit.register(_leave_if_not_stopped)
+        if dist.get_world_size() > 1:
+            watch = FailureWatch(dist.get_rank(), timeout_s=timeout_s)
+            _tells.append(watch.tell)
+            stop_at_end(watch.stop)
 
 
 def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -73,10 +77,6 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout, **_store_of_restart(timeout))
         sys.excepthook = _exit_at_once(sys.excepthook)
-        if dist.get_world_size() > 1:
-            watch = FailureWatch(dist.get_rank(), timeout_s=timeout_s)
-            _tells.append(watch.tell)
-            stop_at_end(watch.stop)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -152,11 +152,11 @@ def _exit_at_once(report: ExceptHook) -> ExceptHook:
     def report_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             report(kind, error, trace)
-            _leave(1)
+            _leave(1, WITH_AN_ERROR)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes the same one on
         if is_first_of_host():
             print("interrupted by Ctrl-C", file=sys.stderr)
-        _leave(128 + signal.SIGINT)
+        _leave(128 + signal.SIGINT, INTERRUPTED)
 
     return report_and_exit
 
@@ -164,15 +164,15 @@ def _exit_at_once(report: ExceptHook) -> ExceptHook:
 def _leave_if_not_stopped() -> None:
     """At the end of one of several processes: what ended it before `stop_process_group` is a refusal, told by now."""
     if dist.is_initialized():
-        _leave(1)
+        _leave(1, WITH_AN_ERROR)
 
 
-_tells: list[Callable[[], None]] = []
+_tells: list[Callable[[str], None]] = []
 
 
-def _leave(code: int) -> None:
+def _leave(code: int, how: str) -> None:
     for tell in _tells:
-        tell()
+        tell(how)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
