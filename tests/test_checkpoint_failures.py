@@ -322,6 +322,7 @@ def process_of_rank(rank, port, program, *args, **options):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     failure_watch.INTERVAL_S = failure_watch.OTHERS_FIRST_S = 0.2
+    sys.excepthook = sys.__excepthook__  # not that of a process group which the test process is in
     process_group.start_process_group("cpu", Config(dp=2))
     try:
         program(*args, **options)

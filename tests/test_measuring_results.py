@@ -85,7 +85,7 @@ def test_time_left_is_that_of_the_cases_to_be_measured() -> None:
     eager, compiled = TASK, TASK | {"compiled": True}
     progress = Progress(6, [eager, eager, eager, compiled, compiled])
     assert progress.known(ROW, "known") == "[1/6] blocks.0, tp 1, micro-batch 2: known"
-    assert progress.bar(TASK) == f"[{'#' * 5}{'-' * 25}] measures blocks.0, tp 1, micro-batch 2"
+    assert progress.bar(TASK) == f"[{'#' * 5}{'-' * 25}] measuring blocks.0, tp 1, micro-batch 2"
     assert progress.measured(ROW, seconds=8.0).endswith("backward 2000.000 ms; about 32 s left")  # 4 x 8
     progress.measured(ROW, seconds=12.0)
     assert progress.measured(compiled | FIGURES, seconds=110.0).endswith("about 2 min left")  # 10 + 110

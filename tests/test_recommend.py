@@ -216,7 +216,7 @@ def test_recommend_reads_a_file_of_questions_and_chooses_among_its_hardware(tmp_
     )
     arguments = ["recommend", str(path), "--deadline", "1d", "--max-hosts", "1", "--jobs", "1", "--format", "json"]
     assert cli.run(arguments) == 2
-    assert "--given: found 2 values" in capsys.readouterr().err
+    assert "money, reliability and loading: found 2 values" in capsys.readouterr().err
     arguments += ["--given", 'reliability.restart="5 min"']
     for among, expected in (([], "dgx_h100_x8"), (["--among", "dgx_a100_x8"], "dgx_a100_x8")):
         assert cli.run([*arguments, *among]) == 0

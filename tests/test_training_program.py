@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import sys
 import types
@@ -20,7 +19,7 @@ from autoplan.codegen.libraries import libraries_of
 from autoplan.codegen.train_script import train_script
 from autoplan.options import PRECISIONS, TORCH_PRECISIONS
 from autoplan.runtime.config import Config
-from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord, _Lines
+from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from autoplan.runtime.refusal import OptionError, OutputError
 from autoplan.runtime.step_trace import StepTrace
 from autoplan.runtime.train import train_steps, write_records
@@ -182,7 +181,8 @@ def test_a_smallest_rate_above_the_largest_is_a_usage_error(parse, capsys):
         ("--keep 3", "argument --keep: does nothing without --checkpoint-dir"),
         ("--profile-dir a", "argument --profile-dir: does nothing without --profile-steps"),
         ("--min-lr 1e-5", "argument --min-lr: does nothing without --lr-schedule cosine or linear"),
-        ("--resume auto", "--resume auto: does nothing without --checkpoint-dir"),
+        ("--resume auto", "argument --resume: auto does nothing without --checkpoint-dir"),
+        ("--resume none", "argument --resume: none does nothing without --checkpoint-dir"),
         ("--fill-last-batch", "--fill-last-batch: does nothing, as the model file has no build_dataset()"),
         ("--workers 2", "--workers: does nothing, as the model file has no build_dataset()"),
         ("--repeat-batches 4 --fill-last-batch", "--fill-last-batch: does nothing with --repeat-batches"),
@@ -299,18 +299,6 @@ def test_a_full_disk_ends_a_run_with_the_file_that_could_not_be_written():
     expected = "/dev/full: cannot be written: No space left on device\n  fix: make room, or choose another place"
     with pytest.raises(OutputError, match=expected), MetricLog(rank=0, jsonl=Path("/dev/full")) as log:
         log.write(RECORD)
-
-
-def test_a_pipe_that_is_full_and_does_not_block_ends_a_run_with_its_name(tmp_path):
-    pipe = tmp_path / "log.jsonl"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OutputError, match="log.jsonl: cannot be written: Resource temporarily unavailable"):
-        lines = _Lines(pipe)
-        os.set_blocking(lines._file.fileno(), False)
-        lines.add("x" * 2**20)  # more than it holds
-    lines.close()
-    os.close(reader)
 
 
 def test_traces_need_a_folder_that_can_be_made(tmp_path):

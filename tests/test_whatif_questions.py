@@ -83,7 +83,7 @@ def test_an_amount_that_is_given_takes_the_place_of_that_of_the_file(tmp_path: P
 )
 def test_two_amounts_are_refused_by_the_names_of_their_options(arguments: list[str], capsys) -> None:
     assert cli.run([*arguments, "--tokens", "1e9", "--samples", "1e6"]) == 2
-    assert "--tokens: found '--samples beside it'" in capsys.readouterr().err
+    assert "--tokens and --samples: found 'both'" in capsys.readouterr().err
 
 
 def test_keywords_beat_the_file_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,22 +2,18 @@
 
 self.gate(x.float())      float32 times weights that are in float32 only where the plan's precision is fp32 or tf32
 
-Of norms, with an input and weights in:
-
-    float32, 16 bits    fails      batch_norm with running statistics does not: programs widen its weights
-    16 bits, float32    fails      on GPUs; batch_norm and instance_norm do not
+    norm of       weights in
+    float32       16 bits       fails, but for batch_norm with running statistics: programs widen its weights
+    16 bits       float32       fails on GPUs, but for batch_norm and instance_norm
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 
 from autoplan.analysis.float32_buffers import float32_values, running_statistics
 from autoplan.analysis.mixed_operands import NORMS, PRODUCTS, RECURRENT, operands_of
 from autoplan.errors import InputError
 from autoplan.graph import COMPUTE, COMPUTE_DTYPES, DTYPE_BYTES, Op, OpGraph, Ref
 
-DtypesOf = Callable[[Iterable[str]], tuple[str, ...]]
 _TAKES_FLOAT32_WEIGHTS = ("aten.batch_norm", "aten.instance_norm")  # beside an input in 16 bits
 
 
@@ -27,40 +23,44 @@ def check_product_dtypes(graph: OpGraph, precision: str) -> None:
     Raises: InputError with the module of the first product, or else of the first norm, that cannot.
     """
     computed = COMPUTE_DTYPES[precision]
-    dtypes_of = _dtypes_of(graph, computed)
+    _check_products(graph, computed)
+    if DTYPE_BYTES[computed] == 2:
+        _check_norms(graph, computed)
+
+
+def _check_products(graph: OpGraph, computed: str) -> None:
+    dtypes = _dtypes(graph, computed)
     for op, operands in operands_of(graph, PRODUCTS | RECURRENT):
         multiplied = operands[:3] if "attention" in op.target else operands  # without the mask, which is added
-        dtypes = tuple(dict.fromkeys(dtypes_of(multiplied)))
-        if len(dtypes) > 1:
+        found = dict.fromkeys(dtypes[name] for name in multiplied if name in dtypes)
+        if len(found) > 1:
             raise InputError.of(
                 _where(graph, op),
-                found=f"a product of {' and '.join(dtypes)}, {op.target}",
+                found=f"a product of {' and '.join(found)}, {op.target}",
                 expected="operands of one dtype: weights are in that of --precision",
                 fix="cast both, F.linear(x.float(), self.gate.weight.float()), or none; or plan with --precision fp32",
             )
-    statistics = running_statistics(graph)
-    for op, operands in operands_of(graph, NORMS) if DTYPE_BYTES[computed] == 2 else ():
-        own, *weights = dtypes_of(_normalized_and_weights(op))
+
+
+def _check_norms(graph: OpGraph, computed: str) -> None:
+    dtypes, statistics = _dtypes(graph, computed), running_statistics(graph)
+    for op, operands in operands_of(graph, NORMS):
+        own, *weights = (dtypes[name] for name in _normalized_and_weights(op))
         if statistics.isdisjoint(operands) and _is_refused(op, own, set(weights)):
             raise InputError.of(
                 _where(graph, op),
                 found=f"a norm of {own} with weights in {' and '.join(dict.fromkeys(weights))}, {op.target}",
                 expected="an input and weights of one dtype: weights are in that of --precision",
-                fix="leave .float() out, since norms compute in float32 by themselves; or cast both,"
-                " F.layer_norm(x.float(), shape, self.norm.weight.float(), self.norm.bias.float());"
-                " or plan with --precision fp32",
+                fix="give the norm an input in the dtype of its weights: it computes in float32 by itself; or call its"
+                " function with all of them in float32, weight.float() and bias.float(); or plan with --precision fp32",
             )
 
 
-def _dtypes_of(graph: OpGraph, computed: str) -> DtypesOf:
-    """The dtypes that those of some values that are floating-point numbers have in a program."""
-    specs, kept = graph.specs(), float32_values(graph)
-
-    def dtype_of(name: str) -> str:
-        dtype = "float32" if name in kept else specs[name].dtype
-        return computed if dtype == COMPUTE else dtype
-
-    return lambda names: tuple(dtype_of(name) for name in names if specs[name].is_float)
+def _dtypes(graph: OpGraph, computed: str) -> dict[str, str]:
+    """What each floating-point value is in, in a program."""
+    kept = float32_values(graph)
+    own = {name: "float32" if name in kept else spec.dtype for name, spec in graph.specs().items() if spec.is_float}
+    return {name: computed if dtype == COMPUTE else dtype for name, dtype in own.items()}
 
 
 def _normalized_and_weights(op: Op) -> list[str]:

@@ -136,7 +136,7 @@ def whatif_command(
     "--among",
     "hw",
     metavar="A,B,...",
-    help="Hardware profiles to choose from. [those of the file, or all with a price]",
+    help="Hardware profiles to choose from. [of a file: its own; else all that have a price]",
 )
 @click.option("--max-hosts", type=click.IntRange(min=1), default=256, show_default=True, help="Most hosts to look at.")
 @click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [512 on every cluster]")
@@ -175,7 +175,7 @@ def recommend_command(
         question = _question(model, {**flags, "hw": hw}, options)
         deadline_s = None if deadline is None else parse_deadline(deadline)
         budget_usd = None if budget is None else parse_budget(budget)
-        with told_while_tracing(model) as tell_points:
+        with told_while_tracing(question.model) as tell_points:
             answer = recommend(
                 question,
                 deadline_s=deadline_s,

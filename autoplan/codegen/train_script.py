@@ -13,7 +13,7 @@ _TEMPLATE = '''\
 A run that can be stopped: --checkpoint-dir DIR saves every --checkpoint-every steps, and in the end, beside the
 training; the same command goes on from the newest complete checkpoint, as one under another plan or on another number
 of devices does. --steps counts all steps of the run. SIGTERM finishes the step, saves, and exits with 143;
-Ctrl-C the same with 130, without --checkpoint-dir too, where it saves nothing; once more it ends at once.
+Ctrl-C finishes the step, saves if there is a folder, and exits with 130; a second Ctrl-C ends at once.
 Weights under the model's own names: --init-from FILE, --export FILE.safetensors, and for a checkpoint
 `python -m runtime export DIR FILE.safetensors`.
 Exit codes: 0 done; 1 failed; 2 wrong command line; 8 --check found a difference; 130, 143 stopped.

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,7 +207,7 @@ def measure(
     torch.manual_seed(0)
     gc.collect()
     gc.freeze()  # what was imported stays: to look through it for garbage would take 0.3 s after each row
-    with closing(earlier), out.open("a") as file:
+    with closing(earlier), out.open("a") as file, _no_bar_left():
         for line in _measure_all([(row | found, region) for row, region in tasks(plan)], out, run, earlier):
             if line.row is not None:
                 file.write(json.dumps(line.row) + "\n")
@@ -314,6 +314,15 @@ def _show_bar(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(_over_bar() + text[: shutil.get_terminal_size().columns - 1])
         sys.stderr.flush()
+
+
+@contextmanager
+def _no_bar_left() -> Iterator[None]:
+    """Take the bar away in the end, also where an error is told next."""
+    try:
+        yield
+    finally:
+        sys.stderr.write(_over_bar())
 
 
 def _over_bar() -> str:

@@ -1,7 +1,7 @@
 """What a run of measurements tells: one line per case, with its count and the time left; a bar below on a terminal.
 
     [7/40] blocks.0, tp 2 S(1), micro-batch 4, compiled: forward 1.203 ms, backward 2.511 ms; about 3 min left
-    [#####-------------------------] measures blocks.0, tp 2 S(1), micro-batch 8, compiled
+    [#####-------------------------] measuring blocks.0, tp 2 S(1), micro-batch 8, compiled
 
 The time left is that of the cases still to be measured; each is taken to need the mean of those measured so far that
 are compiled, or of single ops, or neither, as it is.
@@ -40,7 +40,7 @@ class Progress:
     def bar(self, row: Row) -> str:
         """How far the run is while this case is measured."""
         done = "#" * (BAR_WIDTH * self._n_done // self._n_cases)
-        return f"[{done.ljust(BAR_WIDTH, '-')}] measures {_described(row)}"
+        return f"[{done.ljust(BAR_WIDTH, '-')}] measuring {_described(row)}"
 
     def _left_s(self) -> float:
         all_s = [seconds for found in self._seconds.values() for seconds in found]

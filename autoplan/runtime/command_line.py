@@ -36,8 +36,8 @@ def check_options(parser: ArgumentParser, options: Namespace, model_file: Any) -
     for name, needed in NEEDED.items():
         if getattr(options, name) is not None and getattr(options, needed) is None:
             parser.error(f"argument {_typed(name)}: does nothing without {_typed(needed)}")
-    if options.resume == "auto" and options.checkpoint_dir is None:
-        parser.error("--resume auto: does nothing without --checkpoint-dir")
+    if options.resume in ("auto", "none") and options.checkpoint_dir is None:
+        parser.error(f"argument --resume: {options.resume} does nothing without --checkpoint-dir")
     is_resumed = options.resume not in (None, "auto", "none")
     if is_resumed and options.init_from is not None:
         parser.error("--init-from and --resume PATH both say where to start: leave one out")

@@ -8,11 +8,9 @@ MFU counts the FLOPs of the model, forward and backward, without recomputation; 
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import json
 import math
-import os
 import platform
 import shutil
 import sys
@@ -273,10 +271,7 @@ class _Lines:
         rest = memoryview(line.encode() + b"\n")
         with writing(self._path):
             while rest:
-                n_written = self._file.write(rest)
-                if n_written is None:  # a pipe that does not block, and is full
-                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-                rest = rest[n_written:]
+                rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         self._file.close()

@@ -45,9 +45,9 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
     count = whole_number(1)
     group = parser.add_argument_group(
         "checkpoints",
-        f"with --checkpoint-dir SIGTERM, or one Ctrl-C: finish the step, save, exit with {EXIT_STOPPED} or "
-        f"{EXIT_INTERRUPTED}; torchrun gives that 30 s, or those of TORCH_ELASTIC_SHUTDOWN_TIMEOUT. "
-        "Ctrl-C without it: finish the step. Ctrl-C again: end at once",
+        "SIGTERM with --checkpoint-dir, or Ctrl-C: finish the step, save if there is a folder, exit with "
+        f"{EXIT_STOPPED} or {EXIT_INTERRUPTED}; torchrun gives that 30 s, or those of TORCH_ELASTIC_SHUTDOWN_TIMEOUT. "
+        "A second Ctrl-C: end at once",
     )
     group.add_argument("--checkpoint-dir", type=named_path, metavar="DIR", help="Save here, where all hosts can read.")
     every = f"Save after every N steps ({STEPS_PER_SAVE})."

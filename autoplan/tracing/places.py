@@ -40,7 +40,7 @@ def reading_place(like: torch.Tensor, run: Callable[[], Any]) -> str:
 
 
 def escaping_place(run: Callable[[], Any]) -> str:
-    """Likewise of the first line, not torch's own, that reads or writes `.data`, or else that takes gradients."""
+    """Likewise of the first line, not torch's own, that reads or writes `.data`, and of that which takes gradients."""
     found: dict[str, str] = {}
     tensor: Any = torch.Tensor
     own: Any = torch._C.TensorBase.data
@@ -69,7 +69,7 @@ def escaping_place(run: Callable[[], Any]) -> str:
     finally:
         del tensor.data
         torch.autograd.grad = take
-    return found.get("data") or found.get("gradients", "")
+    return " and".join(found[what] for what in ("data", "gradients") if what in found)
 
 
 def _watched(matches: Matches, run: Callable[[], Any]) -> str:

@@ -45,9 +45,7 @@ def flag_tables(flags: Flags) -> Table:
     """The tables that the flags stand for; a flag that was not given is absent."""
     links = None if flags.links is None else _words(flags.links, "--host-link")
     if flags.n_tokens is not None and flags.n_samples is not None:
-        raise UsageError.of(
-            "--tokens", found="--samples beside it", expected="one of them", fix="leave one of them out"
-        )
+        raise UsageError.of("--tokens and --samples", found="both", expected="one", fix="leave one of them out")
     found: Table = {
         "workload": _present(
             {

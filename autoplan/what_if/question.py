@@ -293,13 +293,14 @@ def check_single(question: Question, *, where: str) -> None:
         ("network_scale", question.network_scales),
         ("host_link", question.host_links),
         ("nics", question.nics),
-        ("--given", question.conditions),
+        ("money, reliability and loading", [condition.words for condition in question.conditions]),
         *((f"sweep of {name}", values) for name, values in question.sweeps),
     ):
         if len(values) > 1:
             raise UsageError(
-                f"{where}: {name}: found {len(values)} values\n  expected: one, since only clusters are compared\n"
-                "  fix: ask once for each, or use autoplan whatif"
+                f"{where}: {name}: found {len(values)} values: {'; '.join(map(str, values))}\n"
+                "  expected: one, since only clusters are compared\n"
+                "  fix: ask once for each (--given TABLE.FIELD=VALUE takes the place of a list), or use autoplan whatif"
             )
 
 
