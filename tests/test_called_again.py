@@ -8,6 +8,7 @@ from distributed.launch import run_ranks
 from distributed.programs import graph_of
 from test_runtime_zero import CollectiveOrder
 
+from autoplan.cost.boundaries import tied_elements
 from autoplan.cost.price import make_pricer
 from autoplan.hardware import load_hardware_profile
 from autoplan.parallel_plan import Mesh, StagePlan
@@ -26,12 +27,9 @@ N_MICRO_BATCHES = (1, 3)
 
 
 def price(mesh, precision="fp64"):
-    return _pricer(precision)(mesh)
-
-
-def _pricer(precision):
     profile = load_hardware_profile("dgx_a100_x8")
-    return make_pricer(graph_of("turns"), hardware=profile, precision=precision, shardings={}, rules=load_rules())
+    pricer = make_pricer(graph_of("turns"), hardware=profile, precision=precision, shardings={}, rules=load_rules())
+    return pricer(mesh)
 
 
 def costs_of(table):
@@ -47,26 +45,23 @@ def zero_mesh(stage, n_micro_batches):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_stage_holds_the_weights_once_and_a_pipeline_once_for_each_call(precision):
     graph = graph_of("turns")
-    n_elements, n_of_blocks = (
-        graph.n_parameters(),
-        sum(parameter.spec.n_elements(1) for parameter in graph.parameters if parameter.name.startswith("blocks.")),
-    )
+    n_elements = graph.n_parameters()
+    n_of_blocks = sum(p.spec.n_elements(1) for p in graph.parameters if p.name.startswith("blocks."))
     single, piped = (costs_of(price(Mesh(pp=pp, n_micro_batches=4), precision)) for pp in (1, 2))
     # 4 bytes of the master copy and 8 of Adam per element, and 4 of gradients
     assert sum(cost.state_bytes for cost in single) == 12 * n_elements
     assert sum(cost.gradient_bytes for cost in single) == 4 * n_elements
     assert sum(cost.state_bytes for cost in piped) == 12 * (n_elements + (turns.N_TURNS - 1) * n_of_blocks)
-    assert sum(cost.waiting_bytes for cost in single) == 0
+    assert sum(tied_elements(graph)) == n_of_blocks  # what the stages of a pipeline sum
 
 
 def test_gradients_of_later_calls_wait_for_those_of_the_first():
     # stem, A, B, A, B, A, B, head in bf16: 2 bytes per element from the last call of a block to its first one
     graph, costs = graph_of("turns"), costs_of(price(Mesh(n_micro_batches=4), "bf16"))
-    elements = [
+    a, b = (
         2 * sum(p.spec.n_elements(1) for p in graph.parameters if p.name.startswith(f"blocks.{block}."))
         for block in range(2)
-    ]
-    a, b = elements
+    )
     assert [cost.waiting_bytes for cost in costs] == [0, -a, -b, 0, 0, a, b, 0]
 
 
@@ -133,7 +128,7 @@ def test_no_bound_exceeds_a_plan_of_a_model_whose_blocks_are_called_again(stage,
     assert repeated_segments(table) == tuple(range(1, 1 + 2 * turns.N_TURNS))
     assert obeys_recompute(table, (StagePlan(0, 8, tuple(range(1, 7))),), recompute="full")
     estimates = [simulate(table, plan) for plan in all_plans(runs_of(table), table.mesh)]
-    assert len(estimates) == 2**8  # each segment recomputed or not; of stem and head the choices are alike
+    assert len(estimates) == 2**8  # of stem and head both choices are alike
     assert step_bound_s(table) <= min(estimate.step_s for estimate in estimates) * (1 + 1e-12)
     sizes = sorted({estimate.needed_bytes[0] for estimate in estimates})
     assert least_needed_bytes(table) <= sizes[0]
