@@ -6,7 +6,7 @@ kept_tensors                                      what autograd keeps of a segme
 measured, chunked_loss, kept_attention, grad_compression    what changes the work
 fusions -> compiled_work                          the work where a segment is compiled: its ops as fused kernels
 works                                             the work of all kinds, as they run: eager, compiled, measured
-parameters                                        what is kept beside it
+parameters, calls                                 what is kept beside it, and by which call of a block
 boundaries, between, outside_allocator            between stages, between groups of hosts, outside of the allocator
 price, mixed_price (several kinds of hosts) -> table    OpGraph x Mesh x HardwareProfile -> CostTable
 

@@ -118,9 +118,9 @@ def _boundary_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
 
 
 def tied_elements(graph: OpGraph) -> tuple[int, ...]:
-    """Of each weight that segments of several kinds read: its elements."""
+    """Of each weight that several segments read: its elements."""
     readers: dict[str, int] = {}
-    for segment in graph.first_of_kind().values():
+    for segment in graph.segments:
         for name in segment.parameters:
             readers[name] = readers.get(name, 0) + 1
     return tuple(p.spec.n_elements(1) for p in graph.parameters if p.is_trainable and readers.get(p.name, 0) > 1)

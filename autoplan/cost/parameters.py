@@ -13,6 +13,13 @@ What is outside of blocks is one group of `fully_shard`, without a large head, w
 reduced last, at the end of a pass, and stays gathered for all of it under ZeRO 3. Without `fully_shard` (one
 data-parallel rank in full precision) gradients stay as computed.
 
+On one stage the first call of a block that is called several times, with other segments in between, has its state and
+its gradients, since backward ends with it: until then autograd adds up what the calls compute (`waiting_bytes`), which
+is taken to need no time. Later calls pay for what `fully_shard` does in each. It gathers the block: under ZeRO 3 in
+every pass, else for the backward pass of the last micro-batch, in which the call behind has freed it; that is priced in
+the first forward pass. And what the micro-batches before have accumulated is reduced once the last call has run
+backward in the last one, the rest after the first call.
+
 Where gradients are reduced in every micro-batch, replicas of the shards sum them in the last one only: each group when
 its own reduction is done, beside the backward pass of the segments before it.
 
@@ -28,7 +35,7 @@ master and state), after the gradient norm has read the gradients: that is its t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.cost.between import Exchange
 from autoplan.cost.collective_time import Group
@@ -44,6 +51,9 @@ from autoplan.cost.waits import ADDRESSES_S
 from autoplan.hardware import Device, ShardingHost
 
 N_ADAM_STATES = 2
+# The calls of a block that is called once, and of one that is called several times.
+ONLY_CALL, FIRST_CALL, LATER_CALL, LAST_CALL = CALLS = ("only", "first", "later", "last")
+HOLDING_CALLS = (ONLY_CALL, FIRST_CALL)  # they have the state
 # Element-wise ops on tensors of two dtypes / of one. 1.5 billion bf16 gradients added to float32 ones take 6.2 ms on an
 # H200: 2.4 TB/s against 4.2 (benchmarks/results/step_kernels_h200_2026-11-21.txt, llama-1b).
 MIXED_FRACTION = 0.57
@@ -163,18 +173,28 @@ class ParameterCost:
     host_last_s: float
     host_optimizer_s: float
     replicas_s: float
+    waiting_bytes: int = 0
 
 
 def parameter_cost(
-    context: ParameterContext, matrices: Sequence[Matrix], placement: Placement, *, is_group: bool, is_kept: bool
+    context: ParameterContext,
+    matrices: Sequence[Matrix],
+    placement: Placement,
+    *,
+    is_group: bool,
+    is_kept: bool,
+    call: str = ONLY_CALL,
 ) -> ParameterCost:
     """The cost of parameters that have these sizes on a tensor-parallel rank: (first dim, elements behind it).
 
     `is_group`: gathered and reduced by themselves, as blocks are and a head may be; else with all others outside.
     `is_kept`: gathered for a forward pass they are kept for the backward pass, as all are that are not of blocks.
+    `call`: of CALLS; a later one pays only for what comes with every call, outside of groups for nothing.
     """
+    matrices = matrices if is_group or call in HOLDING_CALLS else ()
     n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
     element, degree = element_bytes(context.precision), placement.shard.n_devices
+    summed_bytes = element.gathered * n_elements if is_group else 0
     n_shard_elements = -(-n_elements // degree)
     is_wrapped = placement.is_divided or context.precision in ("bf16", "fp16")
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
@@ -199,7 +219,7 @@ def parameter_cost(
     hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_group=is_group)
     reduce_s += reduction.host_s
     backward_gather_s = gather_s if gathers_often and not is_kept else 0.0
-    return ParameterCost(
+    found = ParameterCost(
         accumulate_s=sum(_accumulate_s(context.device, element, n * m, placement) for n, m in matrices),
         unpack_s=unpack_s if gathers_often else 0.0,
         pack_s=pack_s if reduces_often else 0.0,
@@ -222,6 +242,29 @@ def parameter_cost(
         host_last_s=reduce_s if is_wrapped and not reduces_often else 0.0,
         host_optimizer_s=step_s if is_wrapped else 0.0,
         replicas_s=reduction.replicas_s if reduces_often else 0.0,
+    )
+    if call in HOLDING_CALLS:
+        return replace(found, waiting_bytes=-summed_bytes if call == FIRST_CALL else 0)
+    is_reduced = call == LAST_CALL and placement.accumulates
+    reduced_once_s = reduction.once_s + pack_s if is_reduced else 0.0
+    again_s = reduced_once_s + (0.0 if gathers_often else unpack_s)
+    return replace(
+        found,
+        accumulate_s=0.0,
+        pack_s=0.0,
+        once_s=again_s,
+        reduce_s=found.reduce_s if is_reduced else 0.0,
+        optimizer_s=again_s,
+        state_bytes=0,
+        gathered_bytes=gathered_bytes if gathers_often else 0,
+        gradient_bytes=0,
+        reduced_bytes=0,
+        reducing_bytes=0,
+        waiting_bytes=summed_bytes if call == LAST_CALL else 0,
+        host_backward_s=hooks_s + backward_gather_s if is_wrapped else 0.0,
+        host_last_s=found.host_last_s if is_reduced else 0.0,
+        host_optimizer_s=0.0,
+        replicas_s=0.0,
     )
 
 

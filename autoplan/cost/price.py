@@ -33,11 +33,13 @@ from autoplan.cost.boundaries import (
     tied_elements,
     tied_weight_bytes,
 )
+from autoplan.cost.calls import Calls, calls_of
 from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.outside_allocator import outside_allocator_bytes
 from autoplan.cost.parameters import (
+    HOLDING_CALLS,
     ParameterContext,
     ParameterCost,
     Placement,
@@ -108,12 +110,13 @@ def make_pricer(
     local = _local_pricer(contexts, shardings)
     works = make_works_pricer(graph, contexts, shardings=shardings, measured=measured)
     of_parameters = ParameterContext(hardware.device, precision, collective, element_s, compression)
+    calls = {is_cut: calls_of(graph, is_cut=is_cut) for is_cut in (False, True)}
     return _Pricer(
         graph,
         hardware,
         precision,
         loss,
-        kinds=tuple(segment.kind for segment in graph.segments),
+        calls=calls,
         blocks=Counter(segment.kind for segment in graph.segments if segment.is_block),
         tied=tied_elements(graph),
         unsent=tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph)),
@@ -124,7 +127,7 @@ def make_pricer(
         has_all_to_alls=cache(lambda tp, sharding: _has_all_to_alls(local(tp, sharding).values())),
         works=None if measured is None else works,
         costs=_costs_pricer(
-            graph, works, local=local, parameters=_parameters_pricer(graph, of_parameters, local=local)
+            graph, calls, works, local=local, parameters=_parameters_pricer(graph, calls, of_parameters, local=local)
         ),
         cuts=make_cuts_pricer(graph, hardware, precision),
         batch=make_batch_pricer(graph, hardware.device, precision),
@@ -137,7 +140,8 @@ class _Pricer:
     """A `Pricer`: what all meshes share, and functions that compute once what several do.
 
     Attributes:
-        kinds, tied: of each segment; the elements of each tied weight.
+        calls: of segments, by whether there are stages.
+        tied: the elements of each tied weight.
         blocks: how many blocks there are of each kind.
         unsent: the cuts of a mesh of one stage.
         works: with the sources of their times; None without a measured profile.
@@ -147,7 +151,7 @@ class _Pricer:
     hardware: HardwareProfile
     precision: str
     loss: str | None
-    kinds: tuple[int, ...]
+    calls: Mapping[bool, Calls]
     blocks: Mapping[int, int]
     tied: tuple[int, ...]
     unsent: Cuts
@@ -169,7 +173,9 @@ class _Pricer:
         tied_bytes = tied_weight_bytes(self.tied, mesh, self.precision) if n_here == mesh.pp else 0
         way = self._way(mesh, groups, exchange)
         costs, zero_stage = self.costs(way, mesh.n_micro_batches), way.held.placement.zero_stage
-        sources = () if self.works is None else tuple(source for _, source in self.works(way.run))
+        calls = self.calls[mesh.pp > 1]
+        works = () if self.works is None else self.works(way.run)
+        sources = tuple(works[kind][1] for kind, _ in calls.of_kinds) if works else ()
         copy_s, batch_bytes = self.batch(mesh)
         cut_s, sendrecv_s, message_bytes = self._sent(mesh, groups)
         n_groups = 1 if exchange is None else exchange.n_groups
@@ -177,7 +183,7 @@ class _Pricer:
         lead_s = sum(n_blocks * costs[kind][0].lead_s for kind, n_blocks in self.blocks.items())
         return CostTable(
             mesh=mesh,
-            kinds=self.kinds,
+            kinds=calls.kinds,
             costs=costs,
             cut_s=cut_s,
             gathers_per_micro_batch=zero_stage == 3,
@@ -202,6 +208,7 @@ class _Pricer:
             memory_margin=self.margin_of(sources),
             drift=max((link.drift for link in self.hardware.links), default=0.0),
             sources=sources,
+            graph_kinds=calls.graph_kinds,
         )
 
     def _way(self, mesh: Mesh, groups: _Groups, exchange: Exchange | None) -> _Way:
@@ -221,7 +228,8 @@ class _Pricer:
     def _per_step_s(self, mesh: Mesh, groups: _Groups, *, tied_bytes: int) -> float:
         """Collectives once a step: of the norm of all gradients, of tied weights, and of gradients that ranks share."""
         found = self.local(mesh.tp, mesh.sharding)
-        shared_bytes = _shared_bytes([found[kind] for kind in self.kinds], mesh, precision=self.precision)
+        holders = [found[kind] for kind in self.calls[mesh.pp > 1].holders()]
+        shared_bytes = _shared_bytes(holders, mesh, precision=self.precision)
         return (
             self.collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + self.collective("all_reduce", tied_bytes, groups.stages)
@@ -277,7 +285,7 @@ def _local_pricer(contexts: ContextOf, shardings: Shardings) -> LocalPricer:
 
 
 def _parameters_pricer(
-    graph: OpGraph, context: ParameterContext, *, local: LocalPricer
+    graph: OpGraph, calls: Mapping[bool, Calls], context: ParameterContext, *, local: LocalPricer
 ) -> Callable[[_Held], tuple[ParameterCost, ...]]:
     """The cost of the parameters of each kind of segment."""
     first = graph.first_of_kind()
@@ -286,15 +294,17 @@ def _parameters_pricer(
     @cache
     def parameters(held: _Held) -> tuple[ParameterCost, ...]:
         head = graph.segments[-1].kind if held.wraps_head else None
+        found = local(held.tp, held.sharding)
         return tuple(
             parameter_cost(
                 context,
-                _matrices(found, owned[held.is_cut][kind]),
+                _matrices(found[kind], owned[held.is_cut][kind]),
                 held.placement,
                 is_group=first[kind].is_block or kind == head,
                 is_kept=not first[kind].is_block,
+                call=call,
             )
-            for kind, found in local(held.tp, held.sharding).items()
+            for kind, call in calls[held.is_cut].of_kinds
         )
 
     return parameters
@@ -302,6 +312,7 @@ def _parameters_pricer(
 
 def _costs_pricer(
     graph: OpGraph,
+    calls: Mapping[bool, Calls],
     works: Callable[[Run], Works],
     *,
     local: LocalPricer,
@@ -309,8 +320,7 @@ def _costs_pricer(
 ) -> Callable[[_Way, int], Costs]:
     """(way, micro-batches) -> the costs of each kind of segment."""
     first, recomputes_captured = graph.first_of_kind(), may_recompute_captured(graph)
-    counted = Counter(segment.kind for segment in graph.segments)
-    n_segments = [counted[kind] for kind in first]
+    counted = {is_cut: Counter(own.kinds) for is_cut, own in calls.items()}
     equal: dict[Costs, Costs] = {}
 
     @cache
@@ -318,19 +328,21 @@ def _costs_pricer(
         found = without_waits(way)
         if way.cuda_graph:
             of_parameters = parameters(way.held)
+            n_segments = [counted[way.held.is_cut][kind] for kind in range(len(found))]
             found = with_late_optimizer(found, of_parameters, n_segments, n_micro_batches=n_micro_batches)
         return equal.setdefault(found, found)
 
     @cache
     def without_waits(way: _Way) -> Costs:
         held = way.held
-        of_kinds = (first.values(), local(held.tp, held.sharding).values(), works(way.run), parameters(held))
+        found, of_works = local(held.tp, held.sharding), works(way.run)
+        of_kinds = calls[held.is_cut].of_kinds
         return tuple(
             segment_costs(
-                work,
+                of_works[kind][0],
                 cost,
-                fixed_bytes=here.fixed_bytes,
-                is_block=segment.is_block,
+                fixed_bytes=found[kind].fixed_bytes if call in HOLDING_CALLS else 0,
+                is_block=first[kind].is_block,
                 splits=way.splits,
                 repeats=held.placement.repeats,
                 may_recompute=not way.splits and (recomputes_captured or not way.cuda_graph),
@@ -339,7 +351,7 @@ def _costs_pricer(
                 is_captured=way.cuda_graph,
                 is_slowed=way.is_slowed,
             )
-            for segment, here, (work, _), cost in zip(*of_kinds, strict=True)
+            for (kind, call), cost in zip(of_kinds, parameters(held), strict=True)
         )
 
     return costs

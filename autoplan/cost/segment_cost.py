@@ -161,4 +161,5 @@ def _plain_cost(
         lead_s=lead_s(host.forward_s, device.forward_s) + lead_s(host.backward_s, device.backward_s),
         is_kept=parameters.is_kept,
         replicas_s=parameters.replicas_s,
+        waiting_bytes=parameters.waiting_bytes,
     )

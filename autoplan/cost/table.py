@@ -47,6 +47,8 @@ class SegmentCost:
         lead_s: by how much the host is faster than the device, forward and backward; see `action_s` of the table.
         late_gradient_bytes: where its gradients are reduced at the end of a pass, these as they are computed; else 0.
         is_kept: whether its parameters, once gathered for a forward pass, are still there for the backward pass.
+        waiting_bytes: of the last of several calls of a block, its gradients as computed, which are there from its
+            backward pass to that of the first call, of which this is less than 0; else 0.
     """
 
     forward_s: float
@@ -74,6 +76,7 @@ class SegmentCost:
     is_kept: bool = False
     replicas_s: float = 0.0
     kept_bytes: int = 0
+    waiting_bytes: int = 0
 
     @property
     def last_reduce_s(self) -> float:
@@ -91,7 +94,8 @@ class CostTable:
     """The price of every segment on one mesh.
 
     Attributes:
-        kinds: the kind of each segment, in order (index into `costs`).
+        kinds: the kind of each segment, in order (index into `costs`). On one stage, the calls of a block that has
+            several have kinds of their own; see `cost.calls`.
         costs: per kind, its cost without recomputation and, where it has the choice, with it. The last segment has its
             loss in slices instead.
         cut_s: per boundary i between segment i and i+1, seconds to send one micro-batch over it (one direction);
@@ -122,6 +126,7 @@ class CostTable:
         batch_copy_s: copying the batch of one step to a device, beside the step before it; a step is never shorter.
         batch_bytes: of the batches that lie on a device while a step runs.
         drift: of the links that drift most, see `hardware.LinkTier`.
+        graph_kinds: like `kinds`, as in the graph, where all calls of a block are of one kind; empty where `kinds` are.
     """
 
     mesh: Mesh
@@ -146,6 +151,7 @@ class CostTable:
     batch_bytes: int = 0
     memory_margin: float = 0.0
     drift: float = 0.0
+    graph_kinds: tuple[int, ...] = ()
 
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""

@@ -86,7 +86,8 @@ def stage_sizes(mesh: Mesh, *, n_pieces: int) -> tuple[range, ...]:
 
 def repeated_segments(table: CostTable) -> tuple[int, ...]:
     """The segments that "full" recomputation covers: those whose kind occurs again; all when none does."""
-    return tuple(segment for segment in _repeated(table.kinds) if table.has_choice(table.kinds[segment]))
+    kinds = table.graph_kinds or table.kinds
+    return tuple(segment for segment in _repeated(kinds) if table.has_choice(table.kinds[segment]))
 
 
 @lru_cache(maxsize=16)

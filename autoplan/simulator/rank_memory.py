@@ -10,6 +10,7 @@
     saved activations of segments up to s, working bytes of s, parameters of s and of the one gathered ahead
     gradients of the segments behind s: in the first pass of the step only these, later all of them
     gradients, as computed, of what is outside of blocks, from its own backward to the end of the pass, which reduces it
+    likewise of a block that is called several times, from the last of its calls to the first
     the input of the last reduction, until the next one begins
 
 so neither the gradients nor, after the head, the activations of all segments meet the largest working bytes. At the
@@ -213,7 +214,7 @@ class _Behind(NamedTuple):
 
     Attributes:
         made, reduced: gradients of blocks, before and after their reduction.
-        late: gradients, as computed, of what is reduced at the end of the pass.
+        late: gradients, as computed, of what is reduced at the end of the pass, or waits for another call of its block.
         reducing: the input of the last reduction.
     """
 
@@ -228,6 +229,7 @@ def _behind(costs: Sequence[SegmentCost]) -> list[_Behind]:
     found = [_Behind()]
     for cost in reversed(costs):
         made, reduced, late, reducing = found[-1]
+        late += cost.waiting_bytes
         if cost.late_gradient_bytes:
             late += cost.late_gradient_bytes
         else:

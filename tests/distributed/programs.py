@@ -64,6 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd_names": ("../tests/distributed/odd_names.py", {}),
     "in_batch": ("../tests/distributed/in_batch.py", {}),
     "lent": ("../tests/distributed/lent.py", {}),
+    "turns": ("../tests/distributed/turns.py", {}),
     "two_ways": ("../tests/distributed/two_ways.py", {}),
     "unet": ("../tests/families/unet.py", {}),
     "bert": ("../tests/families/bert_hf.py", {}),
