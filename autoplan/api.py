@@ -270,6 +270,12 @@ def emit(
     files = program_files(problem, answer)
     if targets:
         classes = tuple(segment.class_name for segment in problem.graph.segments)
-        subject = Subject(answer.best.plan, answer.workload, classes, problem.graph.synchronizes_batch_norm)
+        subject = Subject(
+            answer.best.plan,
+            answer.workload,
+            classes,
+            synchronizes_batch_norm=problem.graph.synchronizes_batch_norm,
+            ties_weights=any(len(parameter.aliases) > 1 for parameter in problem.graph.parameters),
+        )
         files |= interop_files(targets, subject)
     write_folder(Path(folder), files, force=force)

@@ -70,6 +70,7 @@ def test_torchtitan_gets_hybrid_sharding_and_accumulation() -> None:
     assert found.activation_checkpoint is None and found.compile.enable is False
     assert missing == (
         "The model: it must exist there by its own name; data, optimizer, learning rate and clipping are set there."
+        " Gradients as they are: it clips them to a norm of 1, its training.max_norm."
     )
     assert _titan(_subject(SHARDED, recompute="full"))[0].activation_checkpoint == "full"
 
@@ -150,6 +151,7 @@ def test_deepspeed_batches_multiply_to_the_global_batch() -> None:
     assert (
         found["train_batch_size"] == found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"] * 8
     )
+    assert found["gradient_clipping"] == 0.0  # left out, it is 1.0
     assert found["zero_optimization"] == {"stage": 3} and "Shards over 4 of 8 ranks" in missing
     assert found["bf16"] == {"enabled": True} and found["communication_data_type"] == "fp32"
     text, missing = _made("deepspeed", _subject(replace(SHARDED, zero_stage=2), precision="fp32", recompute="full"))
@@ -187,6 +189,14 @@ def test_accelerate_gets_fsdp_with_its_blocks_or_plain_data_parallelism() -> Non
     plain, missing = _made("accelerate", _subject(Mesh(dp=8), recompute="full"))
     assert safe_load(plain)["distributed_type"] == "MULTI_GPU" and "fsdp" not in plain
     assert "Recomputation (full)" in missing
+
+
+def test_accelerate_keeps_tied_weights_tied() -> None:
+    # loaded by the first process they are copied to a model on the meta device, which has lost what is tied
+    for ties in (False, True):
+        text, missing = _made("accelerate", replace(_subject(SHARDED), ties_weights=ties))
+        assert safe_load(text)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is not ties
+        assert ("Tied weights" in missing) is ties
 
 
 def test_accelerate_gets_degrees_that_multiply_to_its_processes() -> None:

@@ -27,6 +27,7 @@ def accelerate_file(subject: Subject) -> Configuration:
     if shards:
         config["fsdp_config"] = {
             "fsdp_version": 2,
+            "fsdp_cpu_ram_efficient_loading": not subject.ties_weights,
             "fsdp_reshard_after_forward": mesh.zero_stage == 3,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "NO_WRAP",
             "fsdp_transformer_layer_cls_to_wrap": classes,
@@ -51,6 +52,11 @@ def accelerate_file(subject: Subject) -> Configuration:
         missing.append(f"Recomputation ({plan.recompute}): it has all blocks or none, with FSDP only.")
     if mesh.keeps_attention:
         missing.append("Attention that is kept: it recomputes all of a block.")
+    if shards and subject.ties_weights:
+        missing.append(
+            "Tied weights under fsdp_cpu_ram_efficient_loading, which unties them and is off: every process must build"
+            " the same weights, as after accelerate.utils.set_seed."
+        )
     if shards and is_half and plan.grad_compression != plan.precision:
         missing.append(
             f"Gradients reduced in fp32: FSDP does so in {plan.precision}, unless its plugin has a policy set in code."
@@ -59,10 +65,12 @@ def accelerate_file(subject: Subject) -> Configuration:
         missing.append("Gradients reduced in bf16: a comm_hook of DistributedDataParallelKwargs, set in code.")
     missing.append(
         f"Batches, which are set in code: {mesh.micro_batch_size} samples per device, "
-        f"Accelerator(gradient_accumulation_steps={mesh.n_micro_batches})."
+        f"Accelerator(gradient_accumulation_steps={mesh.n_micro_batches}), each under accelerator.accumulate(model)."
     )
     hosts = "" if n_hosts == 1 else " --machine_rank N --main_process_ip HOST --main_process_port PORT"
     use = f"Start with `accelerate launch --config_file accelerate.yaml{hosts} train.py`."
+    if shards:
+        use += " FSDP wants the model and its optimizer in one call of `accelerator.prepare`, and no CPU."
     return Configuration("accelerate.yaml", _yaml(config), use, tuple(missing))
 
 

@@ -19,12 +19,15 @@ def deepspeed_file(subject: Subject) -> Configuration:
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": mesh.micro_batch_size,
         "gradient_accumulation_steps": mesh.n_micro_batches,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": zero_stage},
     }
     if plan.precision in ("bf16", "fp16"):
         config |= _half_precision(subject, zero_stage, missing)
     if plan.grad_compression == "bf16":
         config["communication_data_type"] = "bf16"
+    if zero_stage:
+        missing.append("Optimizers other than Adam and AdamW: ZeRO wants zero_allow_untested_optimizer for them.")
     if mesh.tp == 1 or mesh.pp > 1:
         config["train_batch_size"] = subject.global_batch_size
     else:
@@ -43,7 +46,10 @@ def deepspeed_file(subject: Subject) -> Configuration:
         missing.append("The CUDA graph of a step's passes: it has graphs for inference only.")
     if mesh.compile:
         missing.append("Compiled blocks: call engine.compile() in code; it compiles the model as a whole.")
-    use = "Start with `deepspeed train.py --deepspeed --deepspeed_config deepspeed.json`."
+    use = (
+        'Give it to `deepspeed.initialize(config="deepspeed.json", ...)` and start with `deepspeed train.py`. It says'
+        " gradient_clipping 0.0, as without it DeepSpeed clips gradients to a norm of 1."
+    )
     return Configuration("deepspeed.json", json.dumps(config, indent=2) + "\n", use, tuple(missing))
 
 

@@ -12,6 +12,7 @@ def megatron_file(subject: Subject) -> Configuration:
     """Arguments of `pretrain_gpt.py` and its like, one a line."""
     plan, mesh = subject.plan, subject.plan.mesh
     missing = list(everywhere_missing(subject))
+    missing.append("Gradients as they are: it clips them to a norm of 1 unless told --clip-grad 0.0.")
     flags = [
         f"--tensor-model-parallel-size {mesh.tp}",
         f"--pipeline-model-parallel-size {mesh.pp}",

@@ -16,12 +16,14 @@ class Subject:
     Attributes:
         classes: the class of each segment of the graph that is a block, "" of one that is none.
         synchronizes_batch_norm: whether the model has an `nn.SyncBatchNorm`.
+        ties_weights: whether a parameter of the model has several names.
     """
 
     plan: Plan
     workload: Workload
     classes: tuple[str, ...]
     synchronizes_batch_norm: bool = False
+    ties_weights: bool = False
 
     @property
     def n_replicas(self) -> int:
