@@ -26,9 +26,9 @@ STAGES = (0, 1, 2, 3)
 N_MICRO_BATCHES = (1, 3)
 
 
-def price(mesh, precision="fp64"):
-    profile = load_hardware_profile("dgx_a100_x8")
-    pricer = make_pricer(graph_of("turns"), hardware=profile, precision=precision, shardings={}, rules=load_rules())
+def price(mesh, precision="fp64", *, graph=None):
+    profile, graph = load_hardware_profile("dgx_a100_x8"), graph or graph_of("turns")
+    pricer = make_pricer(graph, hardware=profile, precision=precision, shardings={}, rules=load_rules())
     return pricer(mesh)
 
 
@@ -53,6 +53,16 @@ def test_one_stage_holds_the_weights_once_and_a_pipeline_once_for_each_call(prec
     assert sum(cost.gradient_bytes for cost in single) == 4 * n_elements
     assert sum(cost.state_bytes for cost in piped) == 12 * (n_elements + (turns.N_TURNS - 1) * n_of_blocks)
     assert sum(tied_elements(graph)) == n_of_blocks  # what the stages of a pipeline sum
+
+
+def test_frozen_weights_are_held_once_too():
+    graph = graph_of("turns")
+    parameters = [replace(p, is_trainable=not p.name.startswith("blocks.0.")) for p in graph.parameters]
+    frozen, trained = (
+        sum(p.spec.n_elements(1) for p in parameters if p.is_trainable is trains) for trains in (False, True)
+    )
+    table = price(Mesh(n_micro_batches=4), "fp32", graph=replace(graph, parameters=tuple(parameters)))
+    assert sum(cost.state_bytes for cost in costs_of(table)) == 12 * trained + 4 * frozen
 
 
 def test_gradients_of_later_calls_wait_for_those_of_the_first():

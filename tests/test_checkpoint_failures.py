@@ -362,7 +362,8 @@ def build_where_one_fails(rank):
 
 
 @pytest.mark.parametrize(
-    ("rank", "why"), [(1, "rank 1 ended with an error"), (0, "the store of the launcher is gone, with the job")]
+    ("rank", "why"),
+    [(1, "rank 1 ended with an error"), (0, "the store of the job is gone: rank 0 or the launcher has ended")],
 )
 def test_a_rank_that_fails_as_it_builds_its_model_ends_the_others(rank, why, capfd):
     """Rank 0 holds the store, as where a job has several hosts."""

@@ -70,7 +70,7 @@ def test_torchtitan_gets_hybrid_sharding_and_accumulation() -> None:
     assert found.activation_checkpoint is None and found.compile.enable is False
     assert missing == (
         "The model: it must exist there by its own name; data, optimizer, learning rate and clipping are set there."
-        " Gradients as they are: it clips them to a norm of 1, its training.max_norm."
+        " No gradient clipping: it clips to a norm of 1 unless training.max_norm says otherwise."
     )
     assert _titan(_subject(SHARDED, recompute="full"))[0].activation_checkpoint == "full"
 
@@ -120,6 +120,7 @@ def test_megatron_gets_uneven_stages_and_the_first_blocks_recomputed() -> None:
         "--pipeline-model-parallel-size 2",
         "--micro-batch-size 1",
         "--global-batch-size 16",
+        "--clip-grad 0.0",
         "--seq-length 1024",
         "--bf16",
         "--accumulate-allreduce-grads-in-fp32",
@@ -196,7 +197,7 @@ def test_accelerate_keeps_tied_weights_tied() -> None:
     for ties in (False, True):
         text, missing = _made("accelerate", replace(_subject(SHARDED), ties_weights=ties))
         assert safe_load(text)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is not ties
-        assert ("Tied weights" in missing) is ties
+        assert ("as it unties weights" in missing) is ties
 
 
 def test_accelerate_gets_degrees_that_multiply_to_its_processes() -> None:

@@ -9,6 +9,8 @@ self.gate(x.float())      float32 times weights that are in float32 only where t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoplan.analysis.float32_buffers import float32_values, running_statistics
 from autoplan.analysis.mixed_operands import NORMS, PRODUCTS, RECURRENT, operands_of
 from autoplan.errors import InputError
@@ -23,13 +25,13 @@ def check_product_dtypes(graph: OpGraph, precision: str) -> None:
     Raises: InputError with the module of the first product, or else of the first norm, that cannot.
     """
     computed = COMPUTE_DTYPES[precision]
-    _check_products(graph, computed)
-    if DTYPE_BYTES[computed] == 2:
-        _check_norms(graph, computed)
-
-
-def _check_products(graph: OpGraph, computed: str) -> None:
     dtypes = _dtypes(graph, computed)
+    _check_products(graph, dtypes)
+    if DTYPE_BYTES[computed] == 2:
+        _check_norms(graph, dtypes)
+
+
+def _check_products(graph: OpGraph, dtypes: Mapping[str, str]) -> None:
     for op, operands in operands_of(graph, PRODUCTS | RECURRENT):
         multiplied = operands[:3] if "attention" in op.target else operands  # without the mask, which is added
         found = dict.fromkeys(dtypes[name] for name in multiplied if name in dtypes)
@@ -42,10 +44,10 @@ def _check_products(graph: OpGraph, computed: str) -> None:
             )
 
 
-def _check_norms(graph: OpGraph, computed: str) -> None:
-    dtypes, statistics = _dtypes(graph, computed), running_statistics(graph)
+def _check_norms(graph: OpGraph, dtypes: Mapping[str, str]) -> None:
+    statistics = running_statistics(graph)
     for op, operands in operands_of(graph, NORMS):
-        own, *weights = (dtypes[name] for name in _normalized_and_weights(op))
+        own, *weights = (dtypes[name] for name in _normalized_and_weights(op) if name in dtypes)
         if statistics.isdisjoint(operands) and _is_refused(op, own, set(weights)):
             raise InputError.of(
                 _where(graph, op),

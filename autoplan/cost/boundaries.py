@@ -127,7 +127,7 @@ def tied_elements(graph: OpGraph) -> tuple[int, ...]:
 
 
 def tied_weight_bytes(tied: tuple[int, ...], mesh: Mesh, precision: str) -> int:
-    """Gradients of weights of so many elements, as a rank sums them between the first and the last stage."""
+    """Gradients of weights of so many elements, as a rank sums them with one other stage, if more hold them."""
     if mesh.pp == 1:
         return 0
     master_bytes = element_bytes(precision).master

@@ -44,14 +44,13 @@ def calls_of(graph: OpGraph, *, is_cut: bool) -> Calls:
     numbers = {(kind, ONLY_CALL): kind for kind in graph.first_of_kind()}
     if is_cut:
         return Calls(graph_kinds, graph_kinds, tuple(numbers))
-    weights = {parameter.name for parameter in graph.parameters if parameter.is_trainable}
     places: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for place, segment in enumerate(graph.segments):
         places.setdefault((segment.kind, segment.parameters), []).append(place)
     kinds = []
     for place, segment in enumerate(graph.segments):
         own, call = places[segment.kind, segment.parameters], ONLY_CALL
-        if len(own) > 1 and not weights.isdisjoint(segment.parameters):
+        if len(own) > 1 and segment.parameters:
             call = FIRST_CALL if place == own[0] else LAST_CALL if place == own[-1] else LATER_CALL
         kinds.append(numbers.setdefault((segment.kind, call), len(numbers)))
     return Calls(tuple(kinds), graph_kinds, tuple(numbers))

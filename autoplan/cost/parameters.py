@@ -52,7 +52,7 @@ from autoplan.hardware import Device, ShardingHost
 
 N_ADAM_STATES = 2
 # The calls of a block that is called once, and of one that is called several times.
-ONLY_CALL, FIRST_CALL, LATER_CALL, LAST_CALL = CALLS = ("only", "first", "later", "last")
+ONLY_CALL, FIRST_CALL, LATER_CALL, LAST_CALL = "only", "first", "later", "last"
 HOLDING_CALLS = (ONLY_CALL, FIRST_CALL)  # they have the state
 # Element-wise ops on tensors of two dtypes / of one. 1.5 billion bf16 gradients added to float32 ones take 6.2 ms on an
 # H200: 2.4 TB/s against 4.2 (benchmarks/results/step_kernels_h200_2026-11-21.txt, llama-1b).
@@ -189,7 +189,7 @@ def parameter_cost(
 
     `is_group`: gathered and reduced by themselves, as blocks are and a head may be; else with all others outside.
     `is_kept`: gathered for a forward pass they are kept for the backward pass, as all are that are not of blocks.
-    `call`: of CALLS; a later one pays only for what comes with every call, outside of groups for nothing.
+    `call`: which call of a block it is; later ones pay for what comes with every call, outside of groups for nothing.
     """
     matrices = matrices if is_group or call in HOLDING_CALLS else ()
     n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
@@ -259,7 +259,7 @@ def parameter_cost(
         gathered_bytes=gathered_bytes if gathers_often else 0,
         gradient_bytes=0,
         reduced_bytes=0,
-        reducing_bytes=0,
+        reducing_bytes=found.reducing_bytes if is_reduced else 0,
         waiting_bytes=summed_bytes if call == LAST_CALL else 0,
         host_backward_s=hooks_s + backward_gather_s if is_wrapped else 0.0,
         host_last_s=found.host_last_s if is_reduced else 0.0,

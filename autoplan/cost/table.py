@@ -126,7 +126,7 @@ class CostTable:
         batch_copy_s: copying the batch of one step to a device, beside the step before it; a step is never shorter.
         batch_bytes: of the batches that lie on a device while a step runs.
         drift: of the links that drift most, see `hardware.LinkTier`.
-        graph_kinds: like `kinds`, as in the graph, where all calls of a block are of one kind; empty where `kinds` are.
+        graph_kinds: like `kinds`, as in the graph, where all calls of a block are of one kind; empty for `kinds`.
     """
 
     mesh: Mesh

@@ -54,8 +54,8 @@ def accelerate_file(subject: Subject) -> Configuration:
         missing.append("Attention that is kept: it recomputes all of a block.")
     if shards and subject.ties_weights:
         missing.append(
-            "Tied weights under fsdp_cpu_ram_efficient_loading, which unties them and is off: every process must build"
-            " the same weights, as after accelerate.utils.set_seed."
+            "Weights that one process loads: fsdp_cpu_ram_efficient_loading is off, as it unties weights, so every"
+            " process must build the same ones, as after accelerate.utils.set_seed."
         )
     if shards and is_half and plan.grad_compression != plan.precision:
         missing.append(
@@ -70,7 +70,7 @@ def accelerate_file(subject: Subject) -> Configuration:
     hosts = "" if n_hosts == 1 else " --machine_rank N --main_process_ip HOST --main_process_port PORT"
     use = f"Start with `accelerate launch --config_file accelerate.yaml{hosts} train.py`."
     if shards:
-        use += " FSDP wants the model and its optimizer in one call of `accelerator.prepare`, and no CPU."
+        use += " FSDP wants the model and its optimizer in one call of `accelerator.prepare`, and a GPU."
     return Configuration("accelerate.yaml", _yaml(config), use, tuple(missing))
 
 

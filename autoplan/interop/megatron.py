@@ -12,12 +12,12 @@ def megatron_file(subject: Subject) -> Configuration:
     """Arguments of `pretrain_gpt.py` and its like, one a line."""
     plan, mesh = subject.plan, subject.plan.mesh
     missing = list(everywhere_missing(subject))
-    missing.append("Gradients as they are: it clips them to a norm of 1 unless told --clip-grad 0.0.")
     flags = [
         f"--tensor-model-parallel-size {mesh.tp}",
         f"--pipeline-model-parallel-size {mesh.pp}",
         f"--micro-batch-size {mesh.micro_batch_size}",
         f"--global-batch-size {subject.global_batch_size}",
+        "--clip-grad 0.0",
     ]
     if subject.workload.tokens_per_sample is not None:
         flags.append(f"--seq-length {subject.workload.tokens_per_sample}")
@@ -48,7 +48,10 @@ def megatron_file(subject: Subject) -> Configuration:
         flags += ["--cuda-graph-impl full_iteration", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
     if mesh.compile:
         missing.append("Compiled blocks: it has fused kernels of its own.")
-    use = "Add to the command of Megatron-LM: `xargs -a megatron.txt torchrun ... pretrain_gpt.py ...`."
+    use = (
+        "Add to the command of Megatron-LM: `xargs -a megatron.txt torchrun ... pretrain_gpt.py ...`. It says --clip-grad"
+        " 0.0, as without it Megatron-LM clips gradients to a norm of 1."
+    )
     if mesh.tp > 1 and mesh.zero_stage not in _SHARDING:
         use += " On GPUs before Blackwell it wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment."
     return Configuration("megatron.txt", "\n".join(flags) + "\n", use, tuple(missing))

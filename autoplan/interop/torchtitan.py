@@ -19,7 +19,7 @@ def torchtitan_file(subject: Subject) -> Configuration:
     """A Python file with a function that puts the plan into a `Trainer.Config`."""
     plan, mesh = subject.plan, subject.plan.mesh
     missing = list(everywhere_missing(subject))
-    missing.append("Gradients as they are: it clips them to a norm of 1, its training.max_norm.")
+    missing.append("No gradient clipping: it clips to a norm of 1 unless training.max_norm says otherwise.")
     shards = mesh.zero_shard_degree > 1
     piped = mesh.pp > 1
     fields: dict[str, object] = {

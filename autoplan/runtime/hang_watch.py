@@ -9,7 +9,7 @@ waited for too long says what all of them do and ends the job:
              that waits for others which read or write a checkpoint or weights: that has a time-out of its own
     silent   tells nothing: its process is stopped, or holds the interpreter
 
-A rank that ends with an error says so by itself, and a store that is gone ends all ranks: see `failure_watch`.
+A rank that ends with an error says so by itself, see `failure_watch`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .failure_watch import connected_store
+from .failure_watch import JobStore
 from .parallel import ParallelModel
 from .process_group import stop_at_end
 from .refusal import OTHERS_FIRST_S
@@ -60,7 +60,7 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
     Raises: torch's DistError when that store is gone: the rank that held it has ended.
     """
     if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        board = connected_store("hang_watch", timeout_s=limit_s)
+        board = JobStore("hang_watch", timeout_s=limit_s)
         stopped = threading.Event()
         main = threading.get_ident()
 
@@ -78,7 +78,7 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
         stop_at_end(stop)
 
 
-def _watch(model: ParallelModel, main: int, board: Store, limit_s: float, stopped: threading.Event) -> None:
+def _watch(model: ParallelModel, main: int, board: JobStore, limit_s: float, stopped: threading.Event) -> None:
     interval_s = min(MAX_INTERVAL_S, limit_s / LOOKS_PER_LIMIT)
     seen, since_s = (-1, ""), time.monotonic()
     while not stopped.wait(interval_s):
@@ -91,7 +91,7 @@ def _watch(model: ParallelModel, main: int, board: Store, limit_s: float, stoppe
             continue
         own = Whereabouts(does, place, time.monotonic() - since_s, model.n_steps, socket.gethostname())
         if own.for_s >= limit_s / 2:
-            board.set(str(model.mesh.rank), json.dumps(asdict(own)))
+            _tell(board, model.mesh.rank, own)
         if own.does == "waits" and own.for_s >= limit_s - 3 * interval_s:  # before the backend's own time-out
             _end(board, model.config.n_ranks, limit_s)
 
@@ -136,12 +136,20 @@ def _line(place: Whereabouts | None) -> str:
     return f"{place.does} for {place.for_s:.0f} s at {place.place}, after {place.n_steps} steps, on {place.host}"
 
 
-def _end(board: Store, n_ranks: int, limit_s: float) -> None:
+def _tell(board: JobStore, rank: int, own: Whereabouts) -> None:
+    board.ask(lambda store: store.set(str(rank), json.dumps(asdict(own))))
+
+
+def _told(store: Store, n_ranks: int) -> dict[int, Whereabouts]:
+    keys = {rank: str(rank) for rank in range(n_ranks) if store.check([str(rank)])}
+    return {rank: Whereabouts(**json.loads(store.get(key))) for rank, key in keys.items()}
+
+
+def _end(board: JobStore, n_ranks: int, limit_s: float) -> None:
     """Say what all ranks do, unless another rank says it already, and leave."""
-    if board.add("n_reports", 1) > 1:
+    if board.ask(lambda store: store.add("n_reports", 1)) > 1:
         time.sleep(OTHERS_FIRST_S)
     else:
-        keys = {rank: str(rank) for rank in range(n_ranks) if board.check([str(rank)])}
-        found = {rank: Whereabouts(**json.loads(board.get(key))) for rank, key in keys.items()}
+        found = board.ask(lambda store: _told(store, n_ranks))
         print(describe(found, n_ranks=n_ranks, limit_s=limit_s), file=sys.stderr, flush=True)
     os._exit(1)
