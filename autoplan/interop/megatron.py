@@ -49,8 +49,8 @@ def megatron_file(subject: Subject) -> Configuration:
     if mesh.compile:
         missing.append("Compiled blocks: it has fused kernels of its own.")
     use = (
-        "Add to the command of Megatron-LM: `xargs -a megatron.txt torchrun ... pretrain_gpt.py ...`. It says --clip-grad"
-        " 0.0, as without it Megatron-LM clips gradients to a norm of 1."
+        "Add to the command of Megatron-LM: `xargs -a megatron.txt torchrun ... pretrain_gpt.py ...`. It says"
+        " --clip-grad 0.0, as without it Megatron-LM clips gradients to a norm of 1."
     )
     if mesh.tp > 1 and mesh.zero_stage not in _SHARDING:
         use += " On GPUs before Blackwell it wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment."
