@@ -33,6 +33,7 @@ from autoplan.runtime import (
     failure_watch,
     global_batch,
     hang_watch,
+    job_store,
     join_process_group,
     process_group,
     resume,
@@ -277,8 +278,8 @@ def calls(file, function):
 
 
 def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch):
-    monkeypatch.setattr(failure_watch, "TCPStore", lambda *args, **options: None)
-    monkeypatch.setattr(failure_watch, "PrefixStore", lambda *args: None)
+    monkeypatch.setattr(job_store, "TCPStore", lambda *args, **options: None)
+    monkeypatch.setattr(job_store, "PrefixStore", lambda *args: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     look, looked = hang_watch.whereabouts, threading.Event()
@@ -306,8 +307,8 @@ def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch)
 def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
     """A thread inside the constructor of a store cannot be stopped, and aborts a process that ends meanwhile."""
     connected_by = []
-    monkeypatch.setattr(failure_watch, "TCPStore", lambda *args, **options: connected_by.append(threading.get_ident()))
-    monkeypatch.setattr(failure_watch, "PrefixStore", lambda *args: None)
+    monkeypatch.setattr(job_store, "TCPStore", lambda *args, **options: connected_by.append(threading.get_ident()))
+    monkeypatch.setattr(job_store, "PrefixStore", lambda *args: None)
     monkeypatch.setattr(hang_watch, "whereabouts", lambda thread: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -394,7 +395,7 @@ def test_the_watch_for_hangs_does_not_wait_for_a_store_whose_rank_has_ended(monk
         taken.bind(("127.0.0.1", 0))  # and does not listen
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        monkeypatch.setattr(failure_watch, "CONNECTION_S", 0.5)
+        monkeypatch.setattr(job_store, "CONNECTION_S", 0.5)
         with pytest.raises(torch.distributed.DistError):
             watch_for_hangs(SimpleNamespace(config=Config(dp=2)), limit_s=600.0)
 

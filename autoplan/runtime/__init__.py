@@ -11,7 +11,7 @@ It is copied as it stands into the folder of a program.
     metrics                what is measured and written of a step
     parity, dropout        the comparison with one process, in which nothing is dropped at random
     step_trace, step_profile     traces of some steps, where the time of one goes
-    hang_watch, failure_watch    ranks that do not come, or end with an error
+    hang_watch, failure_watch, job_store    ranks that do not come, or end with an error, and where they say so
     refusal                ends a program with a message, which one process of a host says
     command_line, number_options, written_paths    what the command line gives, and what is wrong with it
     building/              the model with each rank's part of the weights

@@ -10,46 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from .job_store import JobStore
 from .refusal import OTHERS_FIRST_S, is_first_of_host
 
-Answer = TypeVar("Answer")
-CONNECTION_S = 30.0  # the store is up, since the ranks met in it, unless the rank that holds it has ended already
-RECONNECTION_S = 5.0
 INTERVAL_S = 5.0
 FAILED = "failed"  # under which the store has what a rank says of itself
 WITH_AN_ERROR, INTERRUPTED = "ended with an error", "was interrupted"
-
-
-class JobStore:
-    """The part `name` of the store in which the ranks have met, on a connection of its own.
-
-    Raises: torch's DistError when that store is gone: the launcher, or the rank that held it, has ended.
-    """
-
-    def __init__(self, name: str, *, timeout_s: float) -> None:
-        self._name = f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._store = self._connected(min(timeout_s, CONNECTION_S))
-
-    def ask(self, call: Callable[[Store], Answer]) -> Answer:
-        """What `call` returns, given the store; over a new connection if this one is broken."""
-        try:
-            return call(self._store)
-        except dist.DistError:
-            self._store = self._connected(RECONNECTION_S)
-            return call(self._store)
-
-    def _connected(self, timeout_s: float) -> Store:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        return PrefixStore(self._name, store)
 
 
 class FailureWatch:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .failure_watch import JobStore
+from .job_store import JobStore
 from .parallel import ParallelModel
 from .process_group import stop_at_end
 from .refusal import OTHERS_FIRST_S

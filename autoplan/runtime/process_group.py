@@ -18,11 +18,11 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 
 from .config import Config
 from .failure_watch import INTERRUPTED, WITH_AN_ERROR, FailureWatch
+from .job_store import connected_store
 from .planned_devices import check_device_count, check_world_size
 from .refusal import OTHERS_FIRST_S, Refusal, is_first_of_host
 
@@ -103,9 +103,8 @@ def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
     is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if restart == "0" or not is_shared or environment.get("GROUP_WORLD_SIZE") != "1":
         return {}
-    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False, timeout=timeout)
     ranks = {"rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
-    return {"store": PrefixStore(f"restart_{restart}", store), **ranks}
+    return {"store": connected_store(f"restart_{restart}", timeout=timeout), **ranks}
 
 
 def _use_local_threads() -> None:
