@@ -13,13 +13,12 @@ import importlib
 import itertools
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from .memory import memory_of, n_more_copies
 from .ops import kernels_s, op_times
 from .optimizer import measure_optimizer
 from .own import OwnModel
-from .progress import Progress
+from .progress import Progress, no_bar_left, show, show_bar
 from .replays import graph_times
 from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OPS, OWN, ResultCache, Row, key_of, read_results
 from .stand_ins import collective_names, replace_collectives
@@ -207,14 +206,14 @@ def measure(
     torch.manual_seed(0)
     gc.collect()
     gc.freeze()  # what was imported stays: to look through it for garbage would take 0.3 s after each row
-    with closing(earlier), out.open("a") as file, _no_bar_left():
+    with closing(earlier), out.open("a") as file, no_bar_left():
         for line in _measure_all([(row | found, region) for row, region in tasks(plan)], out, run, earlier):
             if line.row is not None:
                 file.write(json.dumps(line.row) + "\n")
                 file.flush()
-            _show(line.told)
+            show(line.told)
     if earlier.trouble:
-        _show(f"measure: {earlier.trouble}")
+        show(f"measure: {earlier.trouble}")
 
 
 class _Line(NamedTuple):
@@ -240,7 +239,7 @@ def _measure_all(
         if (known := figures[key]) is not None:
             yield _Line(task | known, progress.known(task, "known from an earlier run"))
             continue
-        _show_bar(progress.bar(task))
+        show_bar(progress.bar(task))
         start_s = time.perf_counter()
         row = task | _measured(task, region, run)
         earlier.keep(row)
@@ -303,31 +302,6 @@ def _measured(task: dict[str, Any], region: dict[str, Any], run: Measuring) -> d
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def _show(text: str) -> None:
-    sys.stderr.write(_over_bar() + text + "\n")
-    sys.stderr.flush()
-
-
-def _show_bar(text: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(_over_bar() + text[: shutil.get_terminal_size().columns - 1])
-        sys.stderr.flush()
-
-
-@contextmanager
-def _no_bar_left() -> Iterator[None]:
-    """Take the bar away in the end, also where an error is told next."""
-    try:
-        yield
-    finally:
-        sys.stderr.write(_over_bar())
-
-
-def _over_bar() -> str:
-    """What lets the next line take the place of a bar."""
-    return "\r\033[2K" if sys.stderr.isatty() else ""
 
 
 def main(folder: Path, arguments: list[str]) -> None:

@@ -7,8 +7,11 @@ The time left is that of the cases still to be measured; each is taken to need t
 are compiled, or of single ops, or neither, as it is.
 """
 
+import shutil
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from statistics import mean
 from typing import Any
 
@@ -49,6 +52,32 @@ class Progress:
     def _line(self, row: Row, text: str) -> str:
         self._n_done += 1
         return f"[{self._n_done}/{self._n_cases}] {_described(row)}: {text}"
+
+
+def show(text: str) -> None:
+    """A line on stderr, in the place of a bar."""
+    sys.stderr.write(_over_bar() + text + "\n")
+    sys.stderr.flush()
+
+
+def show_bar(text: str) -> None:
+    """Below all lines, until the next one; on a terminal only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(_over_bar() + text[: shutil.get_terminal_size().columns - 1])
+        sys.stderr.flush()
+
+
+@contextmanager
+def no_bar_left() -> Iterator[None]:
+    """Take the bar away in the end, also where an error is told next."""
+    try:
+        yield
+    finally:
+        sys.stderr.write(_over_bar())
+
+
+def _over_bar() -> str:
+    return "\r\033[2K" if sys.stderr.isatty() else ""
 
 
 def _way(row: Row) -> tuple[bool, bool]:
