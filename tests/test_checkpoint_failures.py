@@ -354,7 +354,9 @@ def ends_of_two(program, *args, **options):
 
 def build_where_one_fails(rank):
     def build_model():
+        torch.distributed.barrier()  # both have joined
         if os.environ["RANK"] == str(rank):
+            time.sleep(0.5)  # until both have left the barrier
             raise ValueError("no such weights")
         time.sleep(60)  # stands for what the end of another process does not end, as a collective of NCCL
 
