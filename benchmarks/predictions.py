@@ -8,6 +8,7 @@
     python benchmarks/predictions.py table ... -- ...                            runs of other PROFILE and DIR, too
     python benchmarks/predictions.py tables [NAME...]                            all of tables.csv, or some, anew
     python benchmarks/predictions.py worst [N]                                   the N worst steps and peaks of these
+    python benchmarks/predictions.py limited RESULTS.jsonl...                    runs with no more memory than planned
 
 `emit` plans for HARDWARE (default: h200_x4) the cases of at most N devices (default: 4).
 
@@ -18,6 +19,8 @@ hardware profile. Several profiles are A.jsonl+B.jsonl; what both hold is taken 
 
 `tables` writes them into `results`; a change of a price moves them. Blocks of Hugging Face models are found by the code
 that is generated for them, which differs from version to version: only rows of the one that is installed are printed.
+
+`limited` is of runs with LIMIT_MEMORY=1 (`program_runs.py`): of the rank that came closest to its limit.
 
 `run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
 several programs at once on devices of their own, each in processes forked from one that has imported what they need. It
@@ -398,6 +401,22 @@ def print_intervals(runs: list[Compared]) -> None:
     print(f"inside the 90 % interval: {steps:.0%} of the steps, {peaks:.0%} of the peaks")
 
 
+def limited(*results: str) -> None:
+    """What torch's allocator was given and what it took, in GiB; a program that did not fit says so."""
+    rows = [row for file in results for row in read(Path(file))]
+    print(f"{'case':36}{'given':>8}{'held':>8}{'share':>7}")
+    for row in rows:
+        limits, held = row["limit_bytes_per_rank"], row.get("peak_reserved_bytes_per_rank")
+        if held is None:
+            is_short = "memory" in row["error"] or "could not be captured" in row["error"]
+            print(f"{row['case']:36}{max(limits) / 2**30:8.2f}{'does not fit' if is_short else 'failed':>15}")
+            continue
+        share, limit, taken = max((taken / limit, limit, taken) for taken, limit in zip(held, limits, strict=True))
+        print(f"{row['case']:36}{limit / 2**30:8.2f}{taken / 2**30:8.2f}{share:7.0%}")
+    n_ended = sum(row["exit_code"] == 0 for row in rows)
+    print(f"{n_ended} of {len(rows)} came to their end")
+
+
 def grouped(items: list, key: Callable[[object], str]) -> list[tuple[str, list]]:
     found: dict[str, list] = {}
     for item in items:
@@ -418,11 +437,11 @@ def summary(errors: list[float]) -> str:
 
 if __name__ == "__main__":
     action, *given = sys.argv[1:]
-    if action in ("table", "tables", "worst"):
-        {"table": table, "tables": tables, "worst": worst}[action](*given)
+    if action in ("table", "tables", "worst", "limited"):
+        {"table": table, "tables": tables, "worst": worst, "limited": limited}[action](*given)
     elif action == "run":
         run(*(Path(text).absolute() for text in given[:2]), *given[2:])
     elif action == "emit":
         emit(Path(given[0]).absolute(), *given[1:])
     else:
-        raise SystemExit(f"found {action!r}\n  expected: emit, run, table, tables or worst")
+        raise SystemExit(f"found {action!r}\n  expected: emit, run, table, tables, worst or limited")

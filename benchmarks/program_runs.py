@@ -1,6 +1,7 @@
 """Runs of emitted programs on this host, several at once: each in processes forked from one that has imported torch.
 
-Needs torch only. `TRAIN_OPTIONS` of the environment are given to every `train.py`.
+Needs torch only. `TRAIN_OPTIONS` of the environment are given to every `train.py`. With `LIMIT_MEMORY=1` the allocator
+of each rank has as much as the plan says that it needs (rows then hold `limit_bytes_per_rank`), and no more.
 """
 
 import json
@@ -35,6 +36,24 @@ def import_once(folder: Path) -> None:
         del sys.modules[name]
 
 
+def allocator_bytes_per_rank(best: dict) -> list[int]:
+    """What torch's allocator needs on each rank by a plan's estimate; ranks of a pipeline stage follow each other."""
+    mesh, estimate = best["plan"]["mesh"], best["estimate"]
+    parts = [dict(parts) for parts in estimate["memory_parts_bytes"]]
+    stages = zip(estimate["needed_bytes"], parts, strict=True)
+    needed = [total - of_stage["context_and_communicators"] for total, of_stage in stages]
+    return [size for size in needed for _ in range(mesh["dp"] * mesh["tp"])]
+
+
+def limit_memory(rank: int, limit_bytes: int) -> None:
+    """Let torch's allocator take no more than that on the device of this rank; CUDA is started by it."""
+    import torch
+
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as programs have it
+    total_bytes = torch.cuda.get_device_properties(rank).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, rank)
+
+
 class Run:
     """The processes of one program."""
 
@@ -44,6 +63,8 @@ class Run:
         self.case, self.folder, self.devices = case, folder, devices
         self.started_s = time.perf_counter()
         self.codes: dict[int, int | None] = {}
+        self.best = json.loads((folder / "plan.json").read_text())["best"]
+        self.limits_bytes = allocator_bytes_per_rank(self.best) if os.environ.get("LIMIT_MEMORY") == "1" else []
         port = FIRST_PORT + Run.n_started
         Run.n_started += 1
         (folder / "measured.json").unlink(missing_ok=True)
@@ -64,6 +85,8 @@ class Run:
             ranks |= {"LOCAL_WORLD_SIZE": self.case.devices, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
             os.environ |= {key: str(value) for key, value in ranks.items()}
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+            if self.limits_bytes:
+                limit_memory(rank, self.limits_bytes[rank])
             sys.path[0] = str(self.folder)
             sys.argv = [
                 "train.py",
@@ -102,10 +125,11 @@ class Run:
         return not left
 
     def row(self) -> dict:
-        plan = json.loads((self.folder / "plan.json").read_text())["best"]["plan"]
         code = next((code for code in self.codes.values() if code), 0)
-        row = {"case": self.case.name, "links": self.case.links, "exit_code": code, "plan": plan}
+        row = {"case": self.case.name, "links": self.case.links, "exit_code": code, "plan": self.best["plan"]}
         row["run_s"] = time.perf_counter() - self.started_s
+        if self.limits_bytes:
+            row["limit_bytes_per_rank"] = self.limits_bytes
         if code == 0:
             return row | json.loads((self.folder / "measured.json").read_text())
         logs = [(self.folder / f"rank_{rank}.log").read_text() for rank in range(self.case.devices)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,13 +76,6 @@ def test_fully_shard_uses_it(always: list[int], monkeypatch: pytest.MonkeyPatch)
     assert always == [2]
     for divided, parameter in zip(module.parameters(), whole.parameters(), strict=True):
         assert torch.equal(divided.grad.to_local(), parameter.grad.float())
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _packed(gradients: list[torch.Tensor], n_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

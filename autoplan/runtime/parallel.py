@@ -37,6 +37,7 @@ from .stages.chunked_loss import whole_logits
 from .stages.compiled import compiled, naming_a_way_without
 from .stages.cuda_graph import StepGraph
 from .stages.grad_compression import PowerSGD
+from .stages.gradient_memory import keep_gradients_on
 from .stages.pieces import WholeTensors, whole_tensors
 from .stages.pipeline import Pipeline
 from .stages.recompute import unchanged_buffers
@@ -329,7 +330,9 @@ class ParallelModel(nn.Module):
     def _step_graph(self) -> StepGraph:
         parameters = [(entry.name, entry.parameter) for entry in self._parameters_of_rank]
         group = dist.new_group(backend="gloo") if self.config.n_ranks > 1 else None
-        return StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device, group=group)
+        graph = StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device, group=group)
+        keep_gradients_on(graph.stream, self._sharded_modules, config=self.config)
+        return graph
 
     # -------------------------------------------------------------- one step
 

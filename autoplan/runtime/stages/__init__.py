@@ -3,6 +3,7 @@
 stage_order      all of it, applied in order          pipeline            stages under one of torch's schedules
 zero, packing    what is sharded, and how gradients get to their reduction
 compiled         block by block                       cuda_graph          the passes of a step, launched at once
+gradient_memory  where reduced gradients lie while they are captured
 recompute, kept_attention    activations computed again
 chunked_loss     logits a slice at a time             padded_head         rows that start where kernels need them
 pieces           which part of each whole tensor a rank holds

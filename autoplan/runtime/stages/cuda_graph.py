@@ -51,6 +51,9 @@ class StepGraph:
         passes: from a batch on the device to the loss; leaves gradients in `parameters`.
         parameters: all that are trained on this rank, with their names.
         group: all ranks, over host memory; None for one. Before a replay they ask by the default group.
+
+    Attributes:
+        stream: on which all passes run.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class StepGraph:
     ) -> None:
         self._root, self._passes, self._parameters, self._device = root, passes, parameters, device
         self._group, self._has_said_shapes = group, False
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._n_as_they_come, self._may_capture = 0, True
         self._noticed: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -167,7 +170,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             # The threads of NCCL and of a data loader may go on meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"), hidden_capture():
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"), hidden_capture():
                 self._loss = self._passes(self._batch)
         except Exception as error:
             error.add_note(
@@ -192,10 +195,10 @@ class StepGraph:
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         outer = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(outer)
+        with torch.cuda.stream(self.stream):
             yield
-        outer.wait_stream(self._stream)
+        outer.wait_stream(self.stream)
 
 
 def _is_like(batch: Any, described: Any) -> bool:

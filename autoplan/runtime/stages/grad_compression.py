@@ -182,7 +182,12 @@ def _shapes(module: FSDPModule) -> tuple[torch.Size, ...]:
 
 
 def _parameters(module: FSDPModule) -> Iterator[Any]:
+    for group in parameter_groups(module):
+        yield from group.fsdp_params
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """The parameters that `fully_shard` gathers and reduces together; none where `module` has none of its own."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one or None in 2.11
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        yield from () if group is None else group.fsdp_params
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

@@ -1,0 +1,56 @@
+"""Where reduced gradients lie: in memory of the stream that computes, which the backward pass frees more and more of.
+
+`fully_shard` reduces on a stream of its own and allocates there what it reduces into. torch's allocator keeps the
+memory of each stream apart: room that one has freed becomes room of another by giving it back to the device, which
+nobody can do while a CUDA graph is captured. So a graph would take the most that passes need and all gradients besides.
+
+    memory of a graph    passes | gradients        passes and gradients
+                         two streams               one stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ..config import Config
+from .grad_compression import parameter_groups
+
+
+def keep_gradients_on(stream: torch.cuda.Stream, modules: Iterable[FSDPModule], *, config: Config) -> None:
+    """Let reductions of these modules write into memory of `stream`, on which all their passes must run.
+
+    Only what stays as the gradient may lie there: when it is freed, the step has waited for the reduction. What is
+    added to another and freed at once stays on the stream that adds. Replicas that add up what micro-batches have
+    reduced hold it where it cannot be seen: these are left alone.
+    """
+    if config.zero_stage >= 2 and config.zero_shard_degree < config.dp:
+        return
+    for module in modules:
+        groups = parameter_groups(module)
+        if len(groups) == 1 and hasattr(groups[0], "_reduce_scatter_comm"):
+            reduction: Any = _Reduction(groups[0]._reduce_scatter_comm, groups[0].fsdp_params, stream)
+            module.set_custom_reduce_scatter(reduction)
+
+
+class _Reduction:
+    """What `fully_shard` calls to reduce a group: as it would, but for where the result lies."""
+
+    def __init__(self, reduction: Any, parameters: Sequence[Any], stream: torch.cuda.Stream) -> None:
+        self._reduction, self._parameters, self._stream = reduction, parameters, stream
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Called for what is reduced, on the stream of the passes, then for the result, on that of the reduction.
+
+        The latter waits for the former between the two, so that nothing is written before what was there is read.
+        """
+        is_kept = all(parameter.sharded_param.grad is None for parameter in self._parameters)
+        with torch.cuda.stream(self._stream if is_kept else None):
+            allocated: torch.Tensor = self._reduction.allocate(size, dtype=dtype, device=device)
+        return allocated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reduction(*args, **kwargs)

@@ -1,0 +1,102 @@
+"""What a captured CUDA graph holds, by the stream whose memory it is, and what torch's allocator had before.
+
+    python benchmarks/graph_memory.py run FOLDER RESULTS.jsonl [apart]   runs the programs for one device in FOLDER
+    python benchmarks/graph_memory.py table RESULTS.jsonl...
+
+`predictions.py emit` writes the programs. `apart`: with gradients in memory of the stream that reduces them, as
+`fully_shard` has it by itself. Needs torch and a GPU.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import program_runs
+
+GiB = 2**30
+
+
+def run(folder: Path, results: Path, is_apart: bool) -> None:
+    import torch
+
+    program_runs.runpy = SimpleNamespace(run_path=noting(torch, is_apart=is_apart))
+    programs = sorted(path for path in folder.iterdir() if (path / "train.py").exists())
+    program_runs.import_once(programs[0])
+    for program in programs:
+        note = program / "graph_memory.json"
+        note.unlink(missing_ok=True)
+        one = program_runs.Run(SimpleNamespace(name=program.name, links="nvlink", devices=1), program.resolve(), [0])
+        while not one.is_done():
+            time.sleep(0.05)
+        row = one.row() | {"graph": json.loads(note.read_text()) if note.exists() else None, "old": is_apart}
+        row["limits"] = program_runs.allocator_bytes_per_rank(one.best)
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(line(row), flush=True)
+
+
+def noting(torch, *, is_apart: bool):
+    """`runpy.run_path`, whose programs write what their graph holds to `graph_memory.json`."""
+    run_path = program_runs.runpy.run_path
+
+    def run_noting(path: str, run_name: str) -> dict:
+        if run_name == "__main__":
+            import runtime.parallel
+            from runtime.stages.cuda_graph import StepGraph
+
+            if is_apart:
+                runtime.parallel.keep_gradients_on = lambda *_, **__: None
+            capture = StepGraph._capture
+
+            def captured(graph, batch) -> None:
+                before = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+                torch.cuda.reset_peak_memory_stats()
+                capture(graph, batch)
+                found = {"before": before, "pools": pools(torch.cuda.memory_snapshot())}
+                found["captured_allocated"] = torch.cuda.max_memory_allocated()
+                found["captured_reserved"] = torch.cuda.max_memory_reserved()
+                Path("graph_memory.json").write_text(json.dumps(found))
+
+            StepGraph._capture = captured
+        return run_path(path, run_name=run_name)
+
+    return run_noting
+
+
+def pools(segments: list[dict]) -> dict[str, list[int]]:
+    """Bytes that are held, and of these allocated, of the graph ("private") and of all else, by stream."""
+    sums: dict[str, list[int]] = {}
+    streams: dict[int, int] = {}
+    for segment in segments:
+        whose = "default" if tuple(segment["segment_pool_id"]) == (0, 0) else "private"
+        pool = sums.setdefault(f"{whose} {streams.setdefault(segment['stream'], len(streams))}", [0, 0])
+        pool[0] += segment["total_size"]
+        pool[1] += segment["allocated_size"]
+    return sums
+
+
+def table(*results: str) -> None:
+    columns = f"{'planned':>8s} {'allocated':>9s} {'held':>8s} {'ratio':>6s}"
+    print(f"{'GiB':42s} {'gradients':9s} {columns}  of the graph, by stream")
+    for row in (json.loads(text) for file in results for text in Path(file).read_text().splitlines()):
+        print(line(row))
+
+
+def line(row: dict) -> str:
+    """One program: what its plan says that the allocator needs, and what it took to capture."""
+    graph, where = row["graph"], "apart" if row["old"] else "together"
+    start = f"{row['case']:42s} {where:9s} {max(row['limits']) / GiB:8.2f}"
+    if graph is None:
+        return f"{start} {row.get('error', '')[-300:]}"
+    allocated, held = graph["captured_allocated"], graph["captured_reserved"]
+    of_graph = [f"{total / GiB:.2f}" for name, (total, _) in graph["pools"].items() if name.startswith("private")]
+    return f"{start} {allocated / GiB:9.2f} {held / GiB:8.2f} {held / allocated:6.3f}  {' + '.join(of_graph)}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "table":
+        table(*sys.argv[2:])
+    else:
+        run(Path(sys.argv[2]), Path(sys.argv[3]), "apart" in sys.argv[4:])
