@@ -2,7 +2,7 @@
 
     start     load the newest complete checkpoint, or the given one, or initial weights
     steps     save every N of them, beside the training
-    SIGTERM   finish the step, save, exit with 143: the same command goes on from there
+    SIGTERM   finish the step, save, exit with 143: the same command goes on from there; after the last step, with 0
     SIGINT    the same with 130; what comes after it ends the process
     end       save, export the weights
 
