@@ -1,7 +1,8 @@
 """What autograd keeps of a segment from its forward pass to its backward pass, on one tensor-parallel rank.
 
 A tensor is kept once however many ops keep it, and a view counts as the tensor it looks into. Parameters are not
-activations. What depends on no input (rotary tables) is kept once for all micro-batches, and left out.
+activations. What depends on no input (rotary tables) is kept once for all micro-batches, and left out. What all
+segments of a kind read of others (what an encoder returns, a mask) is kept once for them: each counts its share.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class KeptTensor:
 
     `piece` is "" where it is all of the root's memory, else a name that views of the same piece of it share.
     `is_weight` says that it is a parameter, gathered for the op. `first` is the place, among the ops of the segment, of
-    the first that keeps it: it is free when that is done backward.
+    the first that keeps it: it is free when that is done backward. `n_holders` segments keep it, this one among them.
     """
 
     root: str
@@ -34,13 +35,18 @@ class KeptTensor:
     precision: str
     is_weight: bool = False
     first: int = 0
+    n_holders: int = 1
+
+    def n_bytes(self, batch_size: int) -> int:
+        """What one of its holders counts."""
+        return share_bytes(self.spec.n_bytes(batch_size, self.precision), self.n_holders)
 
 
 def kept_tensors(
     context: WorkContext, segment: Segment, layouts: SegmentLayouts, *, without: Collection[str] = ()
 ) -> tuple[KeptTensor, ...]:
     """What its ops keep, but for those that are left out."""
-    facts = context.facts
+    facts, common = context.facts, common_inputs(context.graph, segment)
     pieces, memories = _pieces(context.graph, segment, context.rules), _memories(context, segment, layouts)
     found: dict[tuple[str, str, Layout], KeptTensor] = {}
     for place, op in enumerate(context.graph.ops_of(segment)):
@@ -54,8 +60,21 @@ def kept_tensors(
                 precision, is_weight = context.precision_of(op), name in facts.parameters
                 key = memory, piece, R if layout == V else layout
                 first = found[key].first if key in found else place
-                found[key] = KeptTensor(memory, piece, layout.kind == "S", spec, precision, is_weight, first)
+                is_part, n_holders = layout.kind == "S", common.get(memory, 1)
+                found[key] = KeptTensor(memory, piece, is_part, spec, precision, is_weight, first, n_holders)
     return tuple(found.values())
+
+
+def common_inputs(graph: OpGraph, segment: Segment) -> dict[str, int]:
+    """The inputs of a segment that all of its kind read, and how many these are."""
+    alike = [other for other in graph.segments if other.kind == segment.kind]
+    names = frozenset(segment.inputs).intersection(*(other.inputs for other in alike))
+    return dict.fromkeys(names, len(alike))
+
+
+def share_bytes(n_bytes: int, n_holders: int) -> int:
+    """What each of so many segments counts of a tensor that all of them hold."""
+    return -(-n_bytes // n_holders)
 
 
 def kept_names(context: WorkContext, op: Op) -> tuple[str, ...]:

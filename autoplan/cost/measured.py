@@ -138,7 +138,7 @@ def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
         host_forward=fraction_of(row.host_forward_s, computed.host_forward_s),
         host_backward=fraction_of(row.host_backward_s, computed.host_backward_s),
         in_graph=_in_graph(row),
-        saved=fraction_of(row.saved_bytes, computed.saved_bytes),
+        saved=fraction_of(row.saved_bytes, computed.saved_bytes + computed.uncounted_bytes),
         working=working,
     )
 
@@ -164,7 +164,7 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
             host_forward=fraction_of(row.host_forward_s, work.host_forward_s),
         ),
         in_graph=_in_graph(row) or AS_IN_STREAM,
-        saved_bytes=row.saved_bytes,
+        saved_bytes=max(0, row.saved_bytes - work.uncounted_bytes),
         working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )
 
@@ -177,7 +177,7 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
         host_forward_s=work.host_forward_s * ratio.host_forward,
         host_backward_s=work.host_backward_s * ratio.host_backward,
         in_graph=ratio.in_graph or AS_IN_STREAM,
-        saved_bytes=round(work.saved_bytes * ratio.saved),
+        saved_bytes=max(0, round((work.saved_bytes + work.uncounted_bytes) * ratio.saved) - work.uncounted_bytes),
         working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
     )
 

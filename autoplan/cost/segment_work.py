@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
-from autoplan.cost.kept_tensors import KeptTensor
+from autoplan.cost.kept_tensors import KeptTensor, share_bytes
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s, op_time
 from autoplan.cost.parameters import element_bytes
@@ -99,6 +99,7 @@ class SegmentWork:
     Attributes:
         host_forward_s, host_backward_s: what the host takes to launch it, without collectives.
         collectives_forward_s, collectives_backward_s: what the host takes to start its collectives.
+        uncounted_bytes: what `saved_bytes` leaves out, since other segments of its kind keep it too, and count it.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
@@ -119,6 +120,7 @@ class SegmentWork:
     tp_forward_s: float
     tp_backward_s: float
     saved_bytes: int
+    uncounted_bytes: int
     input_bytes: int
     working_bytes: int
     weight_bytes: int
@@ -171,7 +173,8 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         tp_forward_s=forward.tp,
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(context, segment, batch_size),
-        input_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.inputs),
+        uncounted_bytes=uncounted_bytes(segment.kept, batch_size),
+        input_bytes=sum(share_bytes(spec.n_bytes(batch_size, context.precision), n) for spec, n in segment.inputs),
         working_bytes=working_bytes(context, segment, batch_size, weight_item_bytes=item_bytes),
         weight_bytes=item_bytes * sum(n_elements for _, n_elements in segment.weights),
         n_weight_ops=n_weight_ops,
@@ -339,8 +342,14 @@ def kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
     largest: dict[tuple[str, bool], dict[str, int]] = {}
     for tensor in kept:
         pieces = largest.setdefault((tensor.root, tensor.is_part), {})
-        pieces[tensor.piece] = max(pieces.get(tensor.piece, 0), tensor.spec.n_bytes(batch_size, tensor.precision))
+        pieces[tensor.piece] = max(pieces.get(tensor.piece, 0), tensor.n_bytes(batch_size))
     return sum(pieces.get("", sum(pieces.values())) for pieces in largest.values())
+
+
+def uncounted_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
+    """What other segments count of these."""
+    of_all = [tensor for tensor in kept if tensor.n_holders > 1]
+    return kept_bytes([replace(tensor, n_holders=1) for tensor in of_all], batch_size) - kept_bytes(of_all, batch_size)
 
 
 def working_bytes(

@@ -1,0 +1,138 @@
+"""What all blocks read, as those of a decoder read what an encoder returned, is kept once, not by each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autoplan.api import trace_model
+from autoplan.cost.price import make_pricer
+from autoplan.cost.table import SegmentCost
+from autoplan.graph import GraphFacts, OpGraph
+from autoplan.hardware import load_hardware_profile
+from autoplan.measured_profile.segment_key import WHOLE, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
+from autoplan.parallel_plan import Execution, Mesh
+from autoplan.rules import load_rules
+from autoplan.tracing.trace import load_model_file
+
+WIDTH, N_BLOCKS, BATCH = 16, 3, 5
+ONE = 4 * WIDTH * BATCH  # bytes of a value in float32
+MODEL = f"""
+import torch
+from torch import nn
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear({WIDTH}, {WIDTH}) for _ in range(2))
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own, self.common = (nn.Linear({WIDTH}, {WIDTH}) for _ in range(2))
+
+    def forward(self, x, common):
+        return x + (self.own(x) + self.common(common)).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.start = Encoder(), nn.Linear({WIDTH}, {WIDTH})
+        self.blocks = nn.ModuleList(Block() for _ in range({N_BLOCKS}))
+
+    def forward(self, source, x):
+        common = self.encoder(source)
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x, common)
+        return x
+
+
+def build_model():
+    return Model()
+
+
+def make_batch(n):
+    source, x = torch.randn(2, n, {WIDTH})
+    return (source.clone(), x.clone()), x
+
+
+def loss_fn(outputs, targets):
+    return (outputs - targets).square().mean()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture
+def graph(file: Path) -> OpGraph:
+    return trace_model(file)
+
+
+def _costs(graph: OpGraph, *, is_compiled: bool = False, measured: MeasuredProfile | None = None) -> list[SegmentCost]:
+    """Of each segment, without recomputation."""
+    return [kept for kept, *_ in _choices(graph, is_compiled=is_compiled, measured=measured)]
+
+
+def _choices(
+    graph: OpGraph, *, is_compiled: bool = False, measured: MeasuredProfile | None = None
+) -> list[tuple[SegmentCost, ...]]:
+    hardware, rules = load_hardware_profile("h200_x4"), load_rules()
+    price = make_pricer(graph, hardware=hardware, precision="fp32", shardings={}, rules=rules, measured=measured)
+    costs = price(Mesh(micro_batch_size=BATCH, compile=is_compiled)).costs
+    return [costs[segment.kind] for segment in graph.segments]
+
+
+def test_a_model_keeps_what_autograd_keeps(file: Path, graph: OpGraph) -> None:
+    module = load_model_file(file)
+    model, (inputs, targets) = module.build_model(), module.make_batch(BATCH)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        loss = module.loss_fn(model(*inputs), targets)
+    assert loss.requires_grad
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    kept_bytes = sum(size for place, size in found.items() if place not in weights)
+    counted = sum(cost.saved_bytes for cost in _costs(graph))
+    assert kept_bytes <= counted < kept_bytes + N_BLOCKS
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_blocks_count_a_share_of_what_all_of_them_read(graph: OpGraph, is_compiled: bool) -> None:
+    blocks = [segment for segment in graph.segments if segment.class_name == "Block"]
+    assert len(blocks) == N_BLOCKS
+    assert len({segment.kind for segment in blocks}) == 1
+    costs = dict(zip(graph.segments, _costs(graph, is_compiled=is_compiled), strict=True))
+    assert {costs[segment].saved_bytes for segment in blocks} == {2 * ONE + -(-ONE // N_BLOCKS)}
+
+
+def test_so_they_do_where_they_are_recomputed(graph: OpGraph) -> None:
+    choices = dict(zip(graph.segments, _choices(graph), strict=True))
+    kept, again = choices[next(segment for segment in graph.segments if segment.class_name == "Block")]
+    assert again.saved_bytes == ONE + -(-ONE // N_BLOCKS)
+    assert again.saved_bytes + again.working_bytes == kept.saved_bytes + kept.working_bytes
+
+
+@pytest.mark.parametrize("micro_batch_size", [BATCH, 2 * BATCH], ids=["measured", "scaled"])
+def test_a_block_that_was_measured_alone_kept_all_of_it(graph: OpGraph, micro_batch_size: int) -> None:
+    block = next(segment for segment in graph.segments if segment.class_name == "Block")
+    content, n_bytes = content_key(graph, GraphFacts.of(graph), block), 3 * ONE * micro_batch_size // BATCH
+    row = SegmentTime(
+        content, WHOLE, 1, "", micro_batch_size, 3e-3, 9e-3, 5e-3, 4e-3, n_bytes, None, execution=Execution()
+    )
+    costs = _costs(graph, measured=MeasuredProfile((row,), None, "toy"))
+    assert costs[graph.segments.index(block)].saved_bytes == 2 * ONE + -(-ONE // N_BLOCKS)
