@@ -103,7 +103,8 @@ class Correction:
         is_compiled = self.executions[kind].compile
         if is_compiled:  # one op to autograd, which keeps what it made
             attention = None if found.attention is None else replace(found.attention, n_seen_ops=0)
-            found = replace(found, repeated=WHOLE_PASS, attention=attention)
+            elsewhere = found.elsewhere.compiled(found.elsewhere.of_kind_bytes)
+            found = replace(found, repeated=WHOLE_PASS, attention=attention, elsewhere=elsewhere)
         return replace(found, chunked=chunked_as(found, work, is_compiled=is_compiled)), source
 
     def _corrected(
@@ -138,7 +139,7 @@ def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
         host_forward=fraction_of(row.host_forward_s, computed.host_forward_s),
         host_backward=fraction_of(row.host_backward_s, computed.host_backward_s),
         in_graph=_in_graph(row),
-        saved=fraction_of(row.saved_bytes, computed.saved_bytes + computed.uncounted_bytes),
+        saved=fraction_of(row.saved_bytes, computed.saved_bytes),
         working=working,
     )
 
@@ -164,7 +165,7 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
             host_forward=fraction_of(row.host_forward_s, work.host_forward_s),
         ),
         in_graph=_in_graph(row) or AS_IN_STREAM,
-        saved_bytes=max(0, row.saved_bytes - work.uncounted_bytes),
+        saved_bytes=row.saved_bytes,
         working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )
 
@@ -177,7 +178,7 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
         host_forward_s=work.host_forward_s * ratio.host_forward,
         host_backward_s=work.host_backward_s * ratio.host_backward,
         in_graph=ratio.in_graph or AS_IN_STREAM,
-        saved_bytes=max(0, round((work.saved_bytes + work.uncounted_bytes) * ratio.saved) - work.uncounted_bytes),
+        saved_bytes=round(work.saved_bytes * ratio.saved),
         working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
     )
 
