@@ -16,53 +16,50 @@ from types import SimpleNamespace
 import program_runs
 
 GiB = 2**30
+NOTE = "graph_memory.json"  # in the folder of a program
 
 
-def run(folder: Path, results: Path, is_apart: bool) -> None:
-    import torch
-
-    program_runs.runpy = SimpleNamespace(run_path=noting(torch, is_apart=is_apart))
+def run(folder: Path, results: Path, *, is_apart: bool) -> None:
     programs = sorted(path for path in folder.iterdir() if (path / "train.py").exists())
     program_runs.import_once(programs[0])
     for program in programs:
-        note = program / "graph_memory.json"
+        note = program / NOTE
         note.unlink(missing_ok=True)
-        one = program_runs.Run(SimpleNamespace(name=program.name, links="nvlink", devices=1), program.resolve(), [0])
-        while not one.is_done():
+        case = SimpleNamespace(name=program.name, links="nvlink", devices=1)
+        started = program_runs.Run(case, program.resolve(), [0], before=note_apart if is_apart else note_memory)
+        while not started.is_done():
             time.sleep(0.05)
-        row = one.row() | {"graph": json.loads(note.read_text()) if note.exists() else None, "old": is_apart}
-        row["limits"] = program_runs.allocator_bytes_per_rank(one.best)
+        row = started.row() | {"graph": json.loads(note.read_text()) if note.exists() else None, "apart": is_apart}
+        row["limits"] = program_runs.allocator_bytes_per_rank(started.best)
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(line(row), flush=True)
 
 
-def noting(torch, *, is_apart: bool):
-    """`runpy.run_path`, whose programs write what their graph holds to `graph_memory.json`."""
-    run_path = program_runs.runpy.run_path
+def note_apart() -> None:
+    import runtime.parallel  # of the program
 
-    def run_noting(path: str, run_name: str) -> dict:
-        if run_name == "__main__":
-            import runtime.parallel
-            from runtime.stages.cuda_graph import StepGraph
+    runtime.parallel.keep_gradients_on = lambda *_, **__: None
+    note_memory()
 
-            if is_apart:
-                runtime.parallel.keep_gradients_on = lambda *_, **__: None
-            capture = StepGraph._capture
 
-            def captured(graph, batch) -> None:
-                before = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-                torch.cuda.reset_peak_memory_stats()
-                capture(graph, batch)
-                found = {"before": before, "pools": pools(torch.cuda.memory_snapshot())}
-                found["captured_allocated"] = torch.cuda.max_memory_allocated()
-                found["captured_reserved"] = torch.cuda.max_memory_reserved()
-                Path("graph_memory.json").write_text(json.dumps(found))
+def note_memory() -> None:
+    """Let the program write what its graph holds, once it is captured."""
+    import torch
+    from runtime.stages.cuda_graph import StepGraph
 
-            StepGraph._capture = captured
-        return run_path(path, run_name=run_name)
+    capture = StepGraph._capture
 
-    return run_noting
+    def captured(graph: StepGraph, batch) -> None:
+        before = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        capture(graph, batch)
+        found = {"before": before, "pools": pools(torch.cuda.memory_snapshot())}
+        found["captured_allocated"] = torch.cuda.max_memory_allocated()
+        found["captured_reserved"] = torch.cuda.max_memory_reserved()
+        Path(NOTE).write_text(json.dumps(found))
+
+    StepGraph._capture = captured
 
 
 def pools(segments: list[dict]) -> dict[str, list[int]]:
@@ -86,7 +83,7 @@ def table(*results: str) -> None:
 
 def line(row: dict) -> str:
     """One program: what its plan says that the allocator needs, and what it took to capture."""
-    graph, where = row["graph"], "apart" if row["old"] else "together"
+    graph, where = row["graph"], "apart" if row["apart"] else "together"
     start = f"{row['case']:42s} {where:9s} {max(row['limits']) / GiB:8.2f}"
     if graph is None:
         return f"{start} {row.get('error', '')[-300:]}"
@@ -99,4 +96,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "table":
         table(*sys.argv[2:])
     else:
-        run(Path(sys.argv[2]), Path(sys.argv[3]), "apart" in sys.argv[4:])
+        run(Path(sys.argv[2]), Path(sys.argv[3]), is_apart="apart" in sys.argv[4:])

@@ -408,7 +408,7 @@ def limited(*results: str) -> None:
     for row in rows:
         limits, held = row["limit_bytes_per_rank"], row.get("peak_reserved_bytes_per_rank")
         if held is None:
-            is_short = "memory" in row["error"] or "could not be captured" in row["error"]
+            is_short = "OutOfMemoryError" in row["error"]
             print(f"{row['case']:36}{max(limits) / 2**30:8.2f}{'does not fit' if is_short else 'failed':>15}")
             continue
         share, limit, taken = max((taken / limit, limit, taken) for taken, limit in zip(held, limits, strict=True))

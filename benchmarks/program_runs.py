@@ -10,12 +10,14 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 N_STEPS = 12
 N_BATCHES = 4  # different ones, drawn before
 PATIENCE_S = 150
+N_LAST_CHARACTERS = 6000  # of what a program said that failed
 FIRST_PORT = 29600
 
 
@@ -49,7 +51,8 @@ def limit_memory(rank: int, limit_bytes: int) -> None:
     """Let torch's allocator take no more than that on the device of this rank; CUDA is started by it."""
     import torch
 
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as programs have it
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # as programs have it
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     total_bytes = torch.cuda.get_device_properties(rank).total_memory
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, rank)
 
@@ -59,8 +62,9 @@ class Run:
 
     n_started = 0
 
-    def __init__(self, case: Planned, folder: Path, devices: list[int]) -> None:
-        self.case, self.folder, self.devices = case, folder, devices
+    def __init__(self, case: Planned, folder: Path, devices: list[int], *, before: Callable[[], None] | None = None):
+        """`before` is called in each process, ahead of the program."""
+        self.case, self.folder, self.devices, self.before = case, folder, devices, before
         self.started_s = time.perf_counter()
         self.codes: dict[int, int | None] = {}
         self.best = json.loads((folder / "plan.json").read_text())["best"]
@@ -98,6 +102,8 @@ class Run:
                 "measured.json",
                 *os.environ.get("TRAIN_OPTIONS", "").split(),
             ]
+            if self.before is not None:
+                self.before()
             runpy.run_path("train.py", run_name="__main__")
             code = 0
         except SystemExit as end:
@@ -133,4 +139,4 @@ class Run:
         if code == 0:
             return row | json.loads((self.folder / "measured.json").read_text())
         logs = [(self.folder / f"rank_{rank}.log").read_text() for rank in range(self.case.devices)]
-        return row | {"error": max(logs, key=len)[-1500:]}
+        return row | {"error": max(logs, key=len)[-N_LAST_CHARACTERS:]}

@@ -188,13 +188,13 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_143_and_the_same_command_
     assert (tmp_path / "weights.safetensors").stat().st_size > 8 * 16 * 24
 
 
-def interrupted():
+def interrupted(n_steps=None):
     """On one of two ranks, of which the second gets a Ctrl-C in its second step: as `told_to_stop`, and its words."""
     config = Config(dp=2, precision="fp64")
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     parser = ArgumentParser()
     add_checkpoint_options(parser)
-    run = Run(model, parser.parse_args([]))
+    run = Run(model, parser.parse_args([]), n_steps=n_steps)
     ends = []
     for step in range(2):
         if step == 1 and model.mesh.rank == 1:
@@ -209,6 +209,11 @@ def interrupted():
 def test_a_ctrl_c_without_a_folder_ends_all_ranks_after_the_step_and_the_first_of_a_host_says_so():
     said = "interrupted after 2 steps; nothing was saved, as no --checkpoint-dir was given\n"
     assert run_ranks(interrupted, 2) == [([False, True], 130, said), ([False, True], 130, "")]
+
+
+def test_a_ctrl_c_in_the_last_step_is_no_interruption():
+    assert run_ranks(interrupted, 2, 3)[0][:2] == ([False, True], 130)
+    assert run_ranks(interrupted, 2, 2) == [([False, False], 0, ""), ([False, False], 0, "")]
 
 
 def told_to_stop(folder, number, is_told_twice=False):

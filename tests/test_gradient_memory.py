@@ -17,13 +17,14 @@ from autoplan.runtime import Config
 from autoplan.runtime.stages import gradient_memory
 
 COMPUTES: Any = "the stream of the passes"
+REDUCES: Any = "that of reductions"
 
 
 class _Group:
     """One of `fully_shard` with two parameters, and the module that has it."""
 
     def __init__(self) -> None:
-        self.parameters = [SimpleNamespace(sharded_param=SimpleNamespace(grad=None)) for _ in range(2)]
+        self.parameters = [SimpleNamespace(sharded_param=torch.nn.Parameter(torch.zeros(3))) for _ in range(2)]
         self.reduction: Any = SimpleNamespace(allocate=lambda size, *, dtype, device: torch.empty(*size, dtype=dtype))
         group = SimpleNamespace(fsdp_params=self.parameters, _reduce_scatter_comm=self.reduction)
         self._state = SimpleNamespace(_fsdp_param_groups=[group])
@@ -37,15 +38,25 @@ class _Group:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those on which something was allocated."""
+    """Where results were allocated: a stream, or None for the one that was current."""
     used: list[Any] = []
+    current = [COMPUTES]
 
     @contextmanager
     def on(stream: Any) -> Iterator[None]:
-        used.append(stream)
+        if current[0] is not COMPUTES:
+            used.append(stream)
         yield
 
+    def alternating(_: Any) -> Any:
+        """As `fully_shard` calls: what is reduced, then the result."""
+        n_calls.append(1)
+        current[0] = COMPUTES if len(n_calls) % 2 else REDUCES
+        return current[0]
+
+    n_calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", alternating)
     return used
 
 
@@ -53,15 +64,17 @@ def _config(**changed: Any) -> Config:
     return Config(**{"dp": 4, "zero_stage": 3, "zero_shard_degree": 4} | changed)
 
 
-def _allocate(group: _Group) -> torch.Tensor:
-    allocated: torch.Tensor = group.reduction.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))
-    return allocated
+def _reduce(group: _Group, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Allocate as a reduction does; the result."""
+    made = [group.reduction.allocate((6,), dtype=dtype, device=torch.device("cpu")) for _ in range(2)]
+    result: torch.Tensor = made[-1]
+    return result
 
 
 def test_a_gradient_that_stays_lies_where_the_passes_have_their_memory(streams: list[Any]) -> None:
     group: Any = _Group()
     gradient_memory.keep_gradients_on(COMPUTES, [group], config=_config())
-    assert _allocate(group).shape == (6,)
+    assert _reduce(group).shape == (6,)
     assert streams == [COMPUTES]
 
 
@@ -69,8 +82,26 @@ def test_what_is_added_to_a_gradient_stays_on_the_stream_that_adds(streams: list
     group: Any = _Group()
     gradient_memory.keep_gradients_on(COMPUTES, [group], config=_config(n_micro_batches=2))
     group.parameters[1].sharded_param.grad = torch.ones(3)
-    _allocate(group)
+    _reduce(group)
     assert streams == [None]
+
+
+def test_so_does_what_is_cast_to_the_dtype_of_a_parameter(streams: list[Any]) -> None:
+    group: Any = _Group()
+    gradient_memory.keep_gradients_on(COMPUTES, [group], config=_config())
+    _reduce(group, torch.bfloat16)
+    assert streams == [None]
+
+
+def test_and_what_was_not_begun_on_the_stream_of_the_passes(
+    streams: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = _Group()
+    gradient_memory.keep_gradients_on(COMPUTES, [group], config=_config())
+    _reduce(group)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: REDUCES)
+    _reduce(group)
+    assert streams == [COMPUTES, None, None]
 
 
 def test_the_reduction_is_the_one_that_was_there(streams: list[Any]) -> None:
@@ -83,11 +114,13 @@ def test_the_reduction_is_the_one_that_was_there(streams: list[Any]) -> None:
     assert calls == [((1,), {"op": 2})]
 
 
-def test_replicas_that_add_up_micro_batches_are_left_alone(streams: list[Any]) -> None:
+@pytest.mark.parametrize(("n_micro_batches", "is_left"), [(1, False), (2, True)])
+def test_replicas_of_shards_that_add_up_micro_batches_are_left_alone(n_micro_batches: int, is_left: bool) -> None:
     group: Any = _Group()
     before = group.reduction
-    gradient_memory.keep_gradients_on(COMPUTES, [group], config=_config(zero_stage=2, zero_shard_degree=2))
-    assert group.reduction is before
+    config = _config(zero_stage=2, zero_shard_degree=2, n_micro_batches=n_micro_batches)
+    gradient_memory.keep_gradients_on(COMPUTES, [group], config=config)
+    assert (group.reduction is before) == is_left
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -100,7 +133,7 @@ def test_fully_shard_uses_it(streams: list[Any]) -> None:
     inputs = torch.randn(3, 8)
     for run in (module, module, whole, whole):
         run(inputs.bfloat16()).sum().backward()
-    assert [stream for stream in streams if stream in (COMPUTES, None)][:4] == [COMPUTES, COMPUTES, None, None]
+    assert streams == [COMPUTES, None]
     for ours, theirs in zip(module.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours.grad.to_local(), theirs.grad.float())
 

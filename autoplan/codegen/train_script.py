@@ -109,7 +109,7 @@ def main():
     else:
         reading |= {{"n_different": arguments.repeat_batches, "fills": arguments.fill_last_batch}}
         data = training_data(model_file, seed=arguments.seed, **reading)
-        run = Run(model, arguments, data=data)
+        run = Run(model, arguments, data=data, n_steps=arguments.steps)
         steps = train_steps(model, data, n_steps=arguments.steps, planned=PLANNED, trace=trace)
 
     watch_for_hangs(model, limit_s=arguments.timeout)

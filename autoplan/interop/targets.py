@@ -34,7 +34,8 @@ def check_targets(names: tuple[str, ...], *, out: Path | None) -> None:
     """
     for name in names:
         if name not in TARGETS:
-            raise UsageError(f"--emit: found {name!r}\n  expected: {', '.join(TARGETS)}")
+            known = ", ".join(TARGETS)
+            raise UsageError(f"--emit: found {name!r}\n  expected: {known}\n  fix: --out DIR writes autoplan's program")
         if out is None:
             raise UsageError(f"--emit {name}: nowhere to write\n  fix: add --out DIR; it writes into DIR/interop")
 

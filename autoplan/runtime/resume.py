@@ -2,7 +2,7 @@
 
     start     load the newest complete checkpoint, or the given one, or initial weights
     steps     save every N of them, beside the training
-    SIGTERM   finish the step, save, exit with 143: the same command goes on from there
+    SIGTERM   finish the step, save, exit with 143: the same command goes on from there; after the last step, with 0
     SIGINT    the same with 130; what comes after it ends the process
     end       save, export the weights
 
@@ -63,15 +63,23 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
 class Run:
     """What happens around the steps of a training run; every rank makes one and calls the same methods.
 
-    An error inside its `with` is passed on as soon as the save under way is complete.
+    An error inside its `with` is passed on as soon as the save under way is complete. Being told to stop in the last of
+    `n_steps` changes nothing.
 
     Raises: CheckpointError when the options cannot be followed.
     """
 
-    def __init__(self, model: ParallelModel, options: Namespace, *, data: TrainingData | None = None) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        options: Namespace,
+        *,
+        data: TrainingData | None = None,
+        n_steps: int | None = None,
+    ) -> None:
         if options.export is not None:
             check_export_name(options.export)
-        self._model, self._options = model, options
+        self._model, self._options, self._n_steps = model, options, n_steps
         self._extra: dict[str, Stateful] = {} if data is None else {"data": data}
         self._saved_step = -1
         self.was_stopped = False
@@ -94,7 +102,7 @@ class Run:
 
     def ends_after(self, step: int) -> bool:
         """Save after a step if it is time to; whether the run was told to stop, on any rank."""
-        self.was_stopped = self._model.stops
+        self.was_stopped = self._model.stops and step + 1 != self._n_steps
         if self._checkpoints is not None:
             self._checkpoints.prepare()
             if self.was_stopped or (step + 1) % (self._options.checkpoint_every or STEPS_PER_SAVE) == 0:

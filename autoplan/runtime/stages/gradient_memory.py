@@ -10,7 +10,7 @@ nobody can do while a CUDA graph is captured. So a graph would take the most tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ def keep_gradients_on(stream: torch.cuda.Stream, modules: Iterable[FSDPModule], 
     """Let reductions of these modules write into memory of `stream`, on which all their passes must run.
 
     Only what stays as the gradient may lie there: when it is freed, the step has waited for the reduction. What is
-    added to another and freed at once stays on the stream that adds. Replicas that add up what micro-batches have
-    reduced hold it where it cannot be seen: these are left alone.
+    added to another and freed at once stays on the stream that adds. So do the sums that replicas of shards make of
+    several micro-batches before they reduce these.
     """
-    if config.zero_stage >= 2 and config.zero_shard_degree < config.dp:
+    n_micro_batches = max((n for *_, n in config.shares), default=config.n_micro_batches)
+    if config.zero_stage >= 2 and config.zero_shard_degree < config.dp and n_micro_batches > 1:
         return
     for module in modules:
         groups = parameter_groups(module)
@@ -41,16 +42,24 @@ class _Reduction:
 
     def __init__(self, reduction: Any, parameters: Sequence[Any], stream: torch.cuda.Stream) -> None:
         self._reduction, self._parameters, self._stream = reduction, parameters, stream
+        self._is_begun = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Called for what is reduced, on the stream of the passes, then for the result, on that of the reduction.
 
         The latter waits for the former between the two, so that nothing is written before what was there is read.
         """
-        is_kept = all(parameter.sharded_param.grad is None for parameter in self._parameters)
+        is_first = torch.cuda.current_stream(device) == self._stream
+        is_kept = not is_first and self._is_begun and all(map(_becomes_gradient(dtype), self._parameters))
+        self._is_begun = is_first
         with torch.cuda.stream(self._stream if is_kept else None):
             allocated: torch.Tensor = self._reduction.allocate(size, dtype=dtype, device=device)
         return allocated
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._reduction(*args, **kwargs)
+
+
+def _becomes_gradient(dtype: torch.dtype) -> Callable[[Any], bool]:
+    """Whether a reduced gradient of this dtype is that of a parameter, and not added to one or cast to another."""
+    return lambda parameter: parameter.sharded_param.grad is None and parameter.sharded_param.dtype == dtype
