@@ -151,3 +151,63 @@ def test_a_block_that_was_measured_alone_kept_all_of_it(graph: OpGraph, n_own: i
     )
     costs = _costs(graph, measured=MeasuredProfile((row,), None, "toy"))
     assert costs[graph.segments.index(block)].saved_bytes == n_own * ONE + -(-ONE // N_BLOCKS)
+
+
+CROSSED = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(16, 16)
+
+    def forward(self, x, y):
+        return self.own(x).tanh() + y
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, source, other):
+        x, y = self.one(source), self.other(other)
+        return self.blocks[0](x, y) + self.blocks[1](y, x)
+
+
+def build_model():
+    return Model()
+
+
+def make_batch(n):
+    source, other = torch.randn(2, n, 16)
+    return (source.clone(), other.clone()), other
+
+
+def loss_fn(outputs, targets):
+    return (outputs - targets).square().mean()
+"""
+
+
+def test_blocks_that_read_the_same_in_other_places_each_keep_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(CROSSED)
+    graph = trace_model(path)
+    costs = [cost for segment, cost in zip(graph.segments, _costs(graph), strict=True) if segment.class_name == "Block"]
+    assert [cost.saved_bytes for cost in costs] == [2 * ONE, 2 * ONE]
+
+
+def test_a_frozen_encoder_is_counted_by_each_block(tmp_path: Path) -> None:
+    """It has no gradient, so that recomputation does not know it for an input."""
+    path = tmp_path / "model.py"
+    frozen = "self.start = Encoder(), nn.Linear(16, 16)\n        self.encoder.requires_grad_(False)"
+    text = MODEL.replace("BODY", ADDING).replace("START", STARTS[ADDING])
+    path.write_text(text.replace(f"self.start = Encoder(), nn.Linear({WIDTH}, {WIDTH})", frozen))
+    graph = trace_model(path)
+    choices = dict(zip(graph.segments, _choices(graph), strict=True))
+    kept, again = choices[next(segment for segment in graph.segments if segment.class_name == "Block")]
+    assert kept.saved_bytes == 3 * ONE
+    assert again.saved_bytes + again.working_bytes == kept.saved_bytes + kept.working_bytes

@@ -132,7 +132,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     pieces = piece_values(graph, segment, context.rules)
     roots = storage_roots(context, segment)
     weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
-    common, handed = common_inputs(graph, segment), handed_on(context)
+    common, handed = common_inputs(context, segment), handed_on(context)
     made = handed.inputs[segment.kind]
     n_repeated = n_repeated_ops(context, segment, layouts)
     own = frozenset(op.name for op in graph.ops_of(segment))

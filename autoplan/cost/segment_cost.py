@@ -80,7 +80,7 @@ def segment_costs(
         plain,
         recompute_s=again_s if is_captured else max(again_s, host_again_s),
         saved_bytes=saved_bytes,
-        working_bytes=work.working_bytes + work.counted_saved_bytes - saved_bytes,
+        working_bytes=plain.working_bytes + plain.saved_bytes - saved_bytes,
         kept_bytes=kept_bytes,
     )
     return plain, full
@@ -151,7 +151,7 @@ def _plain_cost(
         gathered_bytes=parameters.gathered_bytes,
         gradient_bytes=parameters.gradient_bytes,
         saved_bytes=work.counted_saved_bytes,
-        working_bytes=work.working_bytes,
+        working_bytes=work.working_bytes + work.elsewhere.of_kind_bytes,  # of what others hold a share, all is there
         weight_backward_s=work.weight_backward_s + launch_weights_s,
         pending_bytes=work.pending_bytes,
         launch_once_s=added.once_s,
