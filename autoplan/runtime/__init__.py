@@ -3,7 +3,8 @@
 It is copied as it stands into the folder of a program.
 
     config, mesh           the plan, who does what of it, the process groups between ranks
-    process_group, planned_devices    joining and leaving; whether processes and devices are as planned
+    process_group, endings    joining and leaving, and what has to be done before
+    planned_devices        whether processes and devices are as planned
     seeds                  where every random number of a run begins
     float32_products       whether GPUs round the operands of float32 products
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step

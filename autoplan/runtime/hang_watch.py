@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from .endings import endings
 from .job_store import JobStore
 from .parallel import ParallelModel
-from .process_group import stop_at_end
 from .refusal import OTHERS_FIRST_S
 
 LOOKS_PER_LIMIT = 10
@@ -75,7 +75,7 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
             stopped.set()
             thread.join()
 
-        stop_at_end(stop)
+        endings.stops.append(stop)
 
 
 def _watch(model: ParallelModel, main: int, board: JobStore, limit_s: float, stopped: threading.Event) -> None:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .config import Config
+from .endings import endings
 from .failure_watch import INTERRUPTED, WITH_AN_ERROR, FailureWatch
 from .job_store import connected_store
 from .planned_devices import check_device_count, check_world_size
@@ -48,8 +48,8 @@ def start_process_group(device_type: str, config: Config, *, timeout_s: float = 
         atexit.register(_leave_if_not_stopped)
         if dist.get_world_size() > 1:
             watch = FailureWatch(dist.get_rank(), timeout_s=timeout_s)
-            _tells.append(watch.tell)
-            stop_at_end(watch.stop)
+            endings.tells.append(watch.tell)
+            endings.stops.append(watch.stop)
 
 
 def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -70,7 +70,7 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
-    for end in (_stop_watches, _release_holders):  # of a loop of the user's own, which need not stop the group
+    for end in (endings.stop, endings.release):  # of a loop of the user's own, which need not stop the group
         atexit.register(end)
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -166,12 +166,8 @@ def _leave_if_not_stopped() -> None:
         _leave(1, WITH_AN_ERROR)
 
 
-_tells: list[Callable[[str], None]] = []
-
-
 def _leave(code: int, how: str) -> None:
-    for tell in _tells:
-        tell(how)
+    endings.tell(how)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -207,50 +203,14 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return any(isinstance(cause, dist.DistError) or "gloo" in str(cause) for cause in causes)
 
 
-class HoldsCommunicators(Protocol):
-    """What keeps communicators from ending until it lets go of them."""
-
-    def release(self) -> None: ...
-
-
-_holders: WeakSet[HoldsCommunicators] = WeakSet()
-
-
-def release_before_stop(holder: HoldsCommunicators) -> None:
-    """Let it go before the process groups of this process end."""
-    _holders.add(holder)
-
-
 def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
-    _release_holders()
+    endings.release()
     wait_for_all_ranks()
-    _stop_watches()
+    endings.stop()
     dist.destroy_process_group()
 
 
 def wait_for_all_ranks() -> None:
     """A barrier; NCCL's on the device of this process, as torch warns where it has to guess."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
-
-
-_stops: list[Callable[[], None]] = []
-
-
-def stop_at_end(stop: Callable[[], None]) -> None:
-    """Have `stop` end a thread that calls torch, once all ranks are done.
-
-    Inside of C++ when the interpreter ends, it would abort the process: "terminate called without an active exception".
-    """
-    _stops.append(stop)
-
-
-def _stop_watches() -> None:
-    _tells.clear()
-    while _stops:
-        _stops.pop()()
-
-
-def _release_holders() -> None:
-    for holder in list(_holders):
-        holder.release()

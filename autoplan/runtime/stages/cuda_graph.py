@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ..endings import endings
 from ..input_pipeline.batches import flatten_tensors, map_tensors, with_paths
-from ..process_group import release_before_stop
 from ..seeds import host_state
 from .held_values import Watched, changed_between, held_by
 from .recompute import recomputed_and_drawing
@@ -180,7 +180,7 @@ class StepGraph:
             raise
         self._graph, self._gradients = graph, [parameter.grad for _, parameter in self._parameters]
         self._watched = Watched(self._root, self._parameters)
-        release_before_stop(self)
+        endings.holders.add(self)
 
     def _replay(self, batch: Any) -> torch.Tensor:
         assert self._graph is not None
