@@ -15,8 +15,18 @@ def _channels(n_space: int) -> Equation:
 
 def _max_pool(n_space: int) -> OpRule:
     return OpRule(
-        _channels(n_space), flops_per_point=4.0, saves=(0,), backward_bytes_ratio=2.0, fractions=_max_pool_fractions
+        _channels(n_space),
+        flops_per_point=4.0,
+        saves=(0,),
+        backward_bytes_ratio=2.0,
+        fractions=_max_pool_fractions,
+        extra_saved_bytes=_places,
     )
+
+
+def _places(call: LocalCall) -> int:
+    """Where each maximum was found: int64 in eager mode, a byte within its window compiled."""
+    return (1 if call.is_compiled else 8) * call.results[0].n_elements(call.batch_size)
 
 
 def _max_pool_fractions(call: LocalCall) -> tuple[float, float]:

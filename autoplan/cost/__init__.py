@@ -2,7 +2,7 @@
 
 op_time, collective_time, launch, batch, waits    one op, one collective, the host, a copy, what lies between
 local_segment -> segment_work -> segment_cost     one kind of segment: its ops, their sum, with parameters and again
-kept_tensors                                      what autograd keeps of a segment
+kept_tensors, handed_on                           what autograd keeps of a segment, and who counts it
 measured, chunked_loss, kept_attention, grad_compression    what changes the work
 fusions -> compiled_work                          the work where a segment is compiled: its ops as fused kernels
 works                                             the work of all kinds, as they run: eager, compiled, measured

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.fusions import FusedSegment, Fusion
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
+from autoplan.cost.kept_tensors import others_bytes
 from autoplan.cost.local_segment import LocalOp, LocalSegment, alike_ops
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
@@ -79,6 +80,7 @@ class CompiledPasses:
     host_forward_s: float
     host_backward_s: float
     saved_bytes: int
+    of_kind_bytes: int
     working_bytes: int
     n_kept_tensors: int
     attention: KeptAttention | None
@@ -115,6 +117,9 @@ def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: 
         host_forward_s=host_s(context.device, n_forward),
         host_backward_s=host_s(context.device, n_backward),
         saved_bytes=_saved_bytes(context, local, fused, batch_size),
+        of_kind_bytes=sum(
+            others_bytes(spec.n_bytes(batch_size, context.precision), n_holders) for spec, n_holders in fused.kept
+        ),
         working_bytes=working_bytes(context, segment.around, batch_size, weight_item_bytes=item_bytes),
         n_kept_tensors=len(fused.kept),
         attention=kept_attention(
@@ -132,6 +137,7 @@ def as_compiled(eager: SegmentWork, passes: CompiledPasses) -> SegmentWork:
         host_forward_s=passes.host_forward_s,
         host_backward_s=passes.host_backward_s,
         saved_bytes=passes.saved_bytes,
+        elsewhere=eager.elsewhere.compiled(passes.of_kind_bytes),
         working_bytes=passes.working_bytes,
         n_kept_tensors=passes.n_kept_tensors,
         repeated=WHOLE_PASS,
@@ -187,7 +193,7 @@ def _saved_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment,
     """What fusions leave to be kept, and what tensor parallelism has gathered of weights."""
     inside = sum(inside_bytes(context, local.ops[i], batch_size) for i in fused.single if local.ops[i].has_gradient)
     gathered = kept_bytes([tensor for tensor in local.kept if tensor.is_weight], batch_size)
-    return _n_bytes(context, fused.kept, batch_size) + inside + gathered
+    return _n_bytes(context, (spec for spec, _ in fused.kept), batch_size) + inside + gathered
 
 
 def _around(context: WorkContext, local: LocalSegment, fused: FusedSegment) -> LocalSegment:

@@ -60,14 +60,14 @@ class FusedSegment:
 
     Attributes:
         single: indices of the ops that are kernels of their own.
-        kept: tensors kept for backward, masks too.
+        kept: (tensor kept for backward, how many segments of this kind hold it) of each, masks too.
         additions: (passes over it, tensor) of gradients of what no fusion writes, which several kernels write a part
             of: one more read where a fusion does, else two reads and a write.
     """
 
     fusions: tuple[Fusion, ...]
     single: tuple[int, ...]
-    kept: tuple[TensorSpec, ...]
+    kept: tuple[tuple[TensorSpec, int], ...]
     additions: tuple[tuple[int, TensorSpec], ...]
 
 
@@ -75,10 +75,14 @@ def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment) -
     """The segment compiled as a whole, or its loss function alone where it is no block of a model that has some."""
     flow = _Dataflow(context, segment, local)
     kept, masked = flow.kept()
+    n_holders = {tensor.root: tensor.n_holders for tensor in local.kept}
     return FusedSegment(
         fusions=flow.fusions(kept, masked),
         single=flow.single,
-        kept=(*map(flow.spec, kept), *map(flow.mask, masked)),
+        kept=(
+            *((flow.spec(name), n_holders.get(name, 1)) for name in kept),
+            *((flow.mask(name), 1) for name in masked),
+        ),
         additions=tuple(flow.additions()),
     )
 

@@ -1,7 +1,9 @@
 """What autograd keeps of a segment from its forward pass to its backward pass, on one tensor-parallel rank.
 
 A tensor is kept once however many ops keep it, and a view counts as the tensor it looks into. Parameters are not
-activations. What depends on no input (rotary tables) is kept once for all micro-batches, and left out.
+activations. What depends on no input (rotary tables) is kept once for all micro-batches, and left out. What all
+segments of a kind read of another (what an encoder returns) is kept once for them: each counts its share. Of what is
+kept where it was made as well, see `handed_on`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from autoplan.cost.handed_on import handed_on
 from autoplan.cost.work_context import WorkContext
 from autoplan.graph import Op, OpGraph, Segment, TensorSpec
 from autoplan.layout import Layout, R, V, local_spec
@@ -24,7 +27,8 @@ class KeptTensor:
 
     `piece` is "" where it is all of the root's memory, else a name that views of the same piece of it share.
     `is_weight` says that it is a parameter, gathered for the op. `first` is the place, among the ops of the segment, of
-    the first that keeps it: it is free when that is done backward.
+    the first that keeps it: it is free when that is done backward. `n_holders` segments of this kind keep it;
+    `is_handed_on` says that the one that made it does too.
     """
 
     root: str
@@ -34,13 +38,20 @@ class KeptTensor:
     precision: str
     is_weight: bool = False
     first: int = 0
+    n_holders: int = 1
+    is_handed_on: bool = False
+
+    def n_bytes(self, batch_size: int) -> int:
+        """Of one micro-batch."""
+        return self.spec.n_bytes(batch_size, self.precision)
 
 
 def kept_tensors(
     context: WorkContext, segment: Segment, layouts: SegmentLayouts, *, without: Collection[str] = ()
 ) -> tuple[KeptTensor, ...]:
     """What its ops keep, but for those that are left out."""
-    facts = context.facts
+    facts, common = context.facts, common_inputs(context, segment)
+    made_before = handed_on(context).inputs[segment.kind]
     pieces, memories = _pieces(context.graph, segment, context.rules), _memories(context, segment, layouts)
     found: dict[tuple[str, str, Layout], KeptTensor] = {}
     for place, op in enumerate(context.graph.ops_of(segment)):
@@ -54,8 +65,31 @@ def kept_tensors(
                 precision, is_weight = context.precision_of(op), name in facts.parameters
                 key = memory, piece, R if layout == V else layout
                 first = found[key].first if key in found else place
-                found[key] = KeptTensor(memory, piece, layout.kind == "S", spec, precision, is_weight, first)
+                found[key] = KeptTensor(
+                    root=memory,
+                    piece=piece,
+                    is_part=layout.kind == "S",
+                    spec=spec,
+                    precision=precision,
+                    is_weight=is_weight,
+                    first=first,
+                    n_holders=common.get(memory, 1),
+                    is_handed_on=memory in made_before,
+                )
     return tuple(found.values())
+
+
+def common_inputs(context: WorkContext, segment: Segment) -> dict[str, int]:
+    """The inputs with a gradient that all segments of its kind read at the same place, and how many these are."""
+    alike = [other for other in context.graph.segments if other.kind == segment.kind]
+    places = zip(*(other.inputs for other in alike), strict=True)
+    shared = (place[0] for place in places if len(set(place)) == 1)
+    return {name: len(alike) for name in shared if name in context.facts.gradients}
+
+
+def others_bytes(n_bytes: int, n_holders: int) -> int:
+    """What one of so many segments leaves the others to count of a tensor that all of them hold."""
+    return n_bytes * (n_holders - 1) // n_holders
 
 
 def kept_names(context: WorkContext, op: Op) -> tuple[str, ...]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoplan.analysis.chunked_loss import ChunkedHead, is_sliceable
 from autoplan.analysis.float32_buffers import float32_buffers
-from autoplan.cost.kept_tensors import KeptTensor, kept_tensors, n_kept_tensors, n_repeated_ops
+from autoplan.cost.handed_on import handed_on
+from autoplan.cost.kept_tensors import KeptTensor, common_inputs, kept_tensors, n_kept_tensors, n_repeated_ops
 from autoplan.cost.work_context import WorkContext
 from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, Argument, Op, OpGraph, PerSample, Ref, Segment, TensorSpec
@@ -71,6 +73,14 @@ class SlicedOps:
     head: ChunkedHead
 
 
+class Input(NamedTuple):
+    """An input of a segment, as in `KeptTensor`."""
+
+    spec: TensorSpec
+    n_holders: int
+    is_handed_on: bool
+
+
 @dataclass(frozen=True, slots=True)
 class LocalSegment:
     """A segment on one rank.
@@ -82,6 +92,7 @@ class LocalSegment:
         additions: (how often, tensor) of gradients that are added to others.
         loss_outputs: the model's outputs, where the loss needs them in another precision.
         inputs: its inputs that carry a gradient.
+        handed_on: its results that it counts, though others keep them too; see `handed_on`.
         kept: what autograd keeps, apart from what ops keep inside themselves.
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
         weights: (parameter name, local elements) of the trainable parameters it reads; `first_dims` of each.
@@ -99,7 +110,8 @@ class LocalSegment:
     conversions: tuple[tuple[TensorSpec, Conversion], ...]
     additions: tuple[tuple[int, TensorSpec], ...]
     loss_outputs: Specs
-    inputs: Specs
+    inputs: tuple[Input, ...]
+    handed_on: Specs
     kept: tuple[KeptTensor, ...]
     weight_ops: tuple[int, ...]
     weights: tuple[tuple[str, int], ...]
@@ -120,7 +132,8 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     pieces = piece_values(graph, segment, context.rules)
     roots = storage_roots(context, segment)
     weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
-    inputs = (name for name in segment.inputs if name in gradients)
+    common, handed = common_inputs(context, segment), handed_on(context)
+    made = handed.inputs[segment.kind]
     n_repeated = n_repeated_ops(context, segment, layouts)
     own = frozenset(op.name for op in graph.ops_of(segment))
     ops = tuple(
@@ -133,7 +146,14 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         conversions=_conversions(context, segment, layouts),
         additions=_gradient_additions(context, segment, layouts),
         loss_outputs=_loss_outputs(context, segment, layouts),
-        inputs=tuple(local_spec(specs[name], layouts.produced[name], context.degree) for name in inputs),
+        inputs=tuple(
+            Input(local_spec(specs[name], layouts.produced[name], context.degree), common.get(name, 1), name in made)
+            for name in segment.inputs
+            if name in gradients
+        ),
+        handed_on=tuple(
+            local_spec(specs[name], layouts.produced[name], context.degree) for name in handed.outputs[segment.kind]
+        ),
         kept=kept_tensors(context, segment, layouts),
         weight_ops=_weight_ops(context, segment, roots),
         weights=weights,

@@ -103,7 +103,8 @@ class Correction:
         is_compiled = self.executions[kind].compile
         if is_compiled:  # one op to autograd, which keeps what it made
             attention = None if found.attention is None else replace(found.attention, n_seen_ops=0)
-            found = replace(found, repeated=WHOLE_PASS, attention=attention)
+            elsewhere = found.elsewhere.compiled(found.elsewhere.of_kind_bytes)
+            found = replace(found, repeated=WHOLE_PASS, attention=attention, elsewhere=elsewhere)
         return replace(found, chunked=chunked_as(found, work, is_compiled=is_compiled)), source
 
     def _corrected(

@@ -69,7 +69,7 @@ def segment_costs(
         return (plain,)
     again, kept = work.repeated, work.attention if keeps_attention else None
     kept_bytes = 0 if kept is None else kept.n_bytes
-    saved_bytes = min(work.input_bytes + kept_bytes, work.saved_bytes)
+    saved_bytes = min(work.counted_input_bytes + kept_bytes, work.counted_saved_bytes)
     again_s = again.device * work.forward_s + again.tp * work.tp_forward_s
     host_again_s = again.host * work.host_forward_s + again.collectives * work.collectives_forward_s
     host_again_s += work.n_kept_tensors * KEPT_TENSOR_HOST_S
@@ -80,7 +80,7 @@ def segment_costs(
         plain,
         recompute_s=again_s if is_captured else max(again_s, host_again_s),
         saved_bytes=saved_bytes,
-        working_bytes=work.working_bytes + work.saved_bytes - saved_bytes,
+        working_bytes=plain.working_bytes + plain.saved_bytes - saved_bytes,
         kept_bytes=kept_bytes,
     )
     return plain, full
@@ -150,8 +150,8 @@ def _plain_cost(
         state_bytes=parameters.state_bytes + fixed_bytes,
         gathered_bytes=parameters.gathered_bytes,
         gradient_bytes=parameters.gradient_bytes,
-        saved_bytes=work.saved_bytes,
-        working_bytes=work.working_bytes,
+        saved_bytes=work.counted_saved_bytes,
+        working_bytes=work.working_bytes + work.elsewhere.of_kind_bytes,  # of what others hold a share, all is there
         weight_backward_s=work.weight_backward_s + launch_weights_s,
         pending_bytes=work.pending_bytes,
         launch_once_s=added.once_s,

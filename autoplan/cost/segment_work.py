@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
-from autoplan.cost.kept_tensors import KeptTensor
+from autoplan.cost.kept_tensors import KeptTensor, others_bytes
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s, op_time
 from autoplan.cost.parameters import element_bytes
@@ -92,6 +92,29 @@ class PassRatios(NamedTuple):
 AS_IN_STREAM = PassRatios(1.0, 1.0)
 
 
+class Elsewhere(NamedTuple):
+    """Bytes that a segment keeps, but that others keep as well and count; see `kept_tensors` and `handed_on`.
+
+    Attributes:
+        of_kind_bytes, inputs_of_kind_bytes: of all that it keeps, and of its inputs, what others of its kind count.
+        made_bytes, made_input_bytes: what the segments that made it count.
+        result_bytes: what it counts itself of its results where it is recomputed, since others leave that to it.
+    """
+
+    of_kind_bytes: int
+    inputs_of_kind_bytes: int
+    made_bytes: int
+    made_input_bytes: int
+    result_bytes: int
+
+    def compiled(self, of_kind_bytes: int) -> Elsewhere:
+        """Of the segment compiled, where results are not what is kept."""
+        return Elsewhere(of_kind_bytes, self.inputs_of_kind_bytes, 0, 0, 0)
+
+
+NOTHING = Elsewhere(0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentWork:
     """One segment, one micro-batch, one rank; see `cost.table.SegmentCost` for the fields they share.
@@ -100,6 +123,7 @@ class SegmentWork:
         host_forward_s, host_backward_s: what the host takes to launch it, without collectives.
         collectives_forward_s, collectives_backward_s: what the host takes to start its collectives.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
+        elsewhere: what other segments keep as well.
         weight_bytes: gradients of its weights as they are computed.
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
         n_kept_tensors: how often autograd keeps a tensor; see `kept_tensors`.
@@ -131,6 +155,18 @@ class SegmentWork:
     chunked: SegmentWork | None = None
     chunked_compiled: SegmentWork | None = None
     in_graph: PassRatios = AS_IN_STREAM
+    elsewhere: Elsewhere = NOTHING
+
+    @property
+    def counted_saved_bytes(self) -> int:
+        """What it counts of what it keeps."""
+        return max(0, self.saved_bytes - self.elsewhere.of_kind_bytes - self.elsewhere.made_bytes)
+
+    @property
+    def counted_input_bytes(self) -> int:
+        """What it counts where it is recomputed."""
+        others = self.elsewhere.inputs_of_kind_bytes + self.elsewhere.made_input_bytes
+        return max(0, self.input_bytes - others) + self.elsewhere.result_bytes
 
     def captured(self) -> SegmentWork:
         """It as a part of a CUDA graph; the loss in slices has ratios of its own."""
@@ -171,7 +207,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         tp_forward_s=forward.tp,
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(context, segment, batch_size),
-        input_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.inputs),
+        input_bytes=sum(item.spec.n_bytes(batch_size, context.precision) for item in segment.inputs),
         working_bytes=working_bytes(context, segment, batch_size, weight_item_bytes=item_bytes),
         weight_bytes=item_bytes * sum(n_elements for _, n_elements in segment.weights),
         n_weight_ops=n_weight_ops,
@@ -180,6 +216,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         n_kept_tensors=segment.n_kept_tensors,
         repeated=_forward_pass(context, repeated_part(segment), times, batch_size).fraction_of(forward),
         attention=kept_attention(context, segment, dict(enumerate(times)), batch_size),
+        elsewhere=elsewhere(context, segment, batch_size),
     )
 
 
@@ -339,8 +376,23 @@ def kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
     largest: dict[tuple[str, bool], dict[str, int]] = {}
     for tensor in kept:
         pieces = largest.setdefault((tensor.root, tensor.is_part), {})
-        pieces[tensor.piece] = max(pieces.get(tensor.piece, 0), tensor.spec.n_bytes(batch_size, tensor.precision))
+        pieces[tensor.piece] = max(pieces.get(tensor.piece, 0), tensor.n_bytes(batch_size))
     return sum(pieces.get("", sum(pieces.values())) for pieces in largest.values())
+
+
+def elsewhere(context: WorkContext, segment: LocalSegment, batch_size: int) -> Elsewhere:
+    """Of an eager segment."""
+    of_kind: dict[int, list[KeptTensor]] = {}
+    for tensor in segment.kept:
+        of_kind.setdefault(1 if tensor.is_handed_on else tensor.n_holders, []).append(tensor)
+    sizes = [(item, item.spec.n_bytes(batch_size, context.precision)) for item in segment.inputs]
+    return Elsewhere(
+        of_kind_bytes=sum(others_bytes(kept_bytes(kept, batch_size), n) for n, kept in of_kind.items()),
+        inputs_of_kind_bytes=sum(others_bytes(size, item.n_holders) for item, size in sizes if not item.is_handed_on),
+        made_bytes=kept_bytes([tensor for tensor in segment.kept if tensor.is_handed_on], batch_size),
+        made_input_bytes=sum(size for item, size in sizes if item.is_handed_on),
+        result_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.handed_on),
+    )
 
 
 def working_bytes(

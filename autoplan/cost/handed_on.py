@@ -1,0 +1,66 @@
+"""Results that autograd keeps where they are made and again where they are read: one memory, counted where it is made.
+
+    block 1  ... add, relu -> y1        keeps y1, for the gradient of relu
+    block 2  conv(y1), ... relu -> y2   keeps y1, for that of conv, and y2
+
+A block that is recomputed frees what it made; who reads its result has that kept. So it counts the result in any case,
+and its readers in none. Compiled blocks keep a mask in place of such a result, and are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoplan.cost.work_context import N_CONTEXTS, WorkContext
+from autoplan.graph import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOn:
+    """By kind of segment, names of the first of it; segments of a kind cost the same, so it is for all of them.
+
+    Attributes:
+        inputs: those that the segments that made them count, for each of the kind.
+        outputs: those that, for any of the kind, blocks behind it leave it to count.
+    """
+
+    inputs: Mapping[int, frozenset[str]]
+    outputs: Mapping[int, frozenset[str]]
+
+
+@lru_cache(maxsize=N_CONTEXTS)
+def handed_on(context: WorkContext) -> HandedOn:
+    """Of the eager segments of a graph."""
+    kinds: dict[int, list[Segment]] = {}
+    for segment in context.graph.segments:
+        kinds.setdefault(segment.kind, []).append(segment)
+    kept, inputs, left = _kept_results(context), dict[int, frozenset[str]](), set[str]()
+    for kind, alike in kinds.items():
+        places = list(zip(*(segment.inputs for segment in alike), strict=True)) if alike[0].is_block else []
+        found = [place for place in places if kept.issuperset(place)]
+        inputs[kind] = frozenset(place[0] for place in found)
+        left.update(*found)
+    outputs = {
+        kind: frozenset(
+            place[0]
+            for place in zip(*(segment.outputs for segment in alike), strict=True)
+            if not left.isdisjoint(place)
+        )
+        for kind, alike in kinds.items()
+    }
+    return HandedOn(inputs, outputs)
+
+
+def _kept_results(context: WorkContext) -> frozenset[str]:
+    """Those that autograd keeps for the op that makes them, in memory of their own."""
+    return frozenset(
+        op.name
+        for op in context.graph.ops
+        if op.name in context.facts.gradients
+        and op.name not in context.idle
+        and (rule := context.rules.get(op.target)) is not None
+        and not rule.is_view
+        and -1 in rule.saves
+    )
