@@ -59,8 +59,9 @@ class Errors:
 
 # Runs of 2026-11-21 and 22 on 1, 2 and 4 H200 of six machines, 69 of them on the one that their blocks were measured
 # on. Those in which the device waits for the host are apart (`is_host_bound`): a host is less steady than a device.
-# Steps are of all runs, peaks of CUDA graphs on three machines. CUDA graphs are apart, too: what runs as one would else wait for its
-# host, since its kernels are short, and the shorter a kernel, the less is known of it.
+# Steps are of all runs. CUDA graphs are apart, too: what runs as one would else wait for its host, since its kernels
+# are short, and the shorter a kernel, the less is known of it. Peaks with a profile are of graphs on three machines: in
+# the runs before they were off by less.
 # Links and rates were measured (`hw measure`). With a shipped hardware profile alone steps over NVLink were off by
 # about as much or less (rms of 16 runs on H100 0.050, of 45 that wait on H100 and H200 0.18, of 27 graphs on four H100
 # 0.088; tests/test_intervals.py has the files), so such steps have no errors of their own; over slow links and networks
