@@ -35,6 +35,7 @@ def telling(word: str, method):
 def patch() -> None:
     torch.cuda.Stream, torch.cuda.CUDAGraph = lambda device: None, Recorded
     torch.cuda.graph = lambda graph, **options: contextlib.nullcontext()
+    torch.cuda.current_stream = lambda device: None
     torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode = lambda: 0, lambda mode: None
     Config.runs_as_graph = lambda self, device: True
     own = cuda_graph.StepGraph
