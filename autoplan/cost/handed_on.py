@@ -1,4 +1,7 @@
-"""Results that autograd keeps where they are made and again where they are read: one memory, counted where it is made.
+"""What one segment hands on to others and several of them keep: one memory, which only one counts, or each its share.
+
+A value that all segments of a kind read, as those of a decoder what an encoder returned, is shared among them. A result
+that autograd keeps where it is made, and again where it is read, is counted where it is made:
 
     block 1  ... add, relu -> y1        keeps y1, for the gradient of relu
     block 2  conv(y1), ... relu -> y2   keeps y1, for that of conv, and y2
@@ -22,24 +25,29 @@ class HandedOn:
     """By kind of segment, names of the first of it; segments of a kind cost the same, so it is for all of them.
 
     Attributes:
+        common: inputs with a gradient that all of the kind read at the same place, and how many these are.
         inputs: those that the segments that made them count, for each of the kind.
         outputs: those that, for any of the kind, blocks behind it leave it to count.
     """
 
+    common: Mapping[int, Mapping[str, int]]
     inputs: Mapping[int, frozenset[str]]
     outputs: Mapping[int, frozenset[str]]
 
 
 @lru_cache(maxsize=N_CONTEXTS)
 def handed_on(context: WorkContext) -> HandedOn:
-    """Of the eager segments of a graph."""
+    """Of the segments of a graph; all but `common` of eager ones."""
     kinds: dict[int, list[Segment]] = {}
     for segment in context.graph.segments:
         kinds.setdefault(segment.kind, []).append(segment)
-    kept, inputs, left = _kept_results(context), dict[int, frozenset[str]](), set[str]()
+    kept, left = _kept_results(context), set[str]()
+    common, inputs = dict[int, dict[str, int]](), dict[int, frozenset[str]]()
     for kind, alike in kinds.items():
-        places = list(zip(*(segment.inputs for segment in alike), strict=True)) if alike[0].is_block else []
-        found = [place for place in places if kept.issuperset(place)]
+        places = list(zip(*(segment.inputs for segment in alike), strict=True))
+        same = (place[0] for place in places if len(set(place)) == 1)
+        common[kind] = {name: len(alike) for name in same if name in context.facts.gradients}
+        found = [place for place in places if kept.issuperset(place)] if alike[0].is_block else []
         inputs[kind] = frozenset(place[0] for place in found)
         left.update(*found)
     outputs = {
@@ -50,7 +58,7 @@ def handed_on(context: WorkContext) -> HandedOn:
         )
         for kind, alike in kinds.items()
     }
-    return HandedOn(inputs, outputs)
+    return HandedOn(common, inputs, outputs)
 
 
 def _kept_results(context: WorkContext) -> frozenset[str]:

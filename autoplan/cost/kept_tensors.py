@@ -3,7 +3,7 @@
 A tensor is kept once however many ops keep it, and a view counts as the tensor it looks into. Parameters are not
 activations. What depends on no input (rotary tables) is kept once for all micro-batches, and left out. What all
 segments of a kind read of another (what an encoder returns) is kept once for them: each counts its share. Of what is
-kept where it was made as well, see `handed_on`.
+kept where it was made as well, its maker counts all. Both: `handed_on`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def kept_tensors(
     context: WorkContext, segment: Segment, layouts: SegmentLayouts, *, without: Collection[str] = ()
 ) -> tuple[KeptTensor, ...]:
     """What its ops keep, but for those that are left out."""
-    facts, common = context.facts, common_inputs(context, segment)
-    made_before = handed_on(context).inputs[segment.kind]
+    facts, handed = context.facts, handed_on(context)
+    common, made_before = handed.common[segment.kind], handed.inputs[segment.kind]
     pieces, memories = _pieces(context.graph, segment, context.rules), _memories(context, segment, layouts)
     found: dict[tuple[str, str, Layout], KeptTensor] = {}
     for place, op in enumerate(context.graph.ops_of(segment)):
@@ -77,14 +77,6 @@ def kept_tensors(
                     is_handed_on=memory in made_before,
                 )
     return tuple(found.values())
-
-
-def common_inputs(context: WorkContext, segment: Segment) -> dict[str, int]:
-    """The inputs with a gradient that all segments of its kind read at the same place, and how many these are."""
-    alike = [other for other in context.graph.segments if other.kind == segment.kind]
-    places = zip(*(other.inputs for other in alike), strict=True)
-    shared = (place[0] for place in places if len(set(place)) == 1)
-    return {name: len(alike) for name in shared if name in context.facts.gradients}
 
 
 def others_bytes(n_bytes: int, n_holders: int) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from autoplan.analysis.chunked_loss import ChunkedHead, is_sliceable
 from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.cost.handed_on import handed_on
-from autoplan.cost.kept_tensors import KeptTensor, common_inputs, kept_tensors, n_kept_tensors, n_repeated_ops
+from autoplan.cost.kept_tensors import KeptTensor, kept_tensors, n_kept_tensors, n_repeated_ops
 from autoplan.cost.work_context import WorkContext
 from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, Argument, Op, OpGraph, PerSample, Ref, Segment, TensorSpec
@@ -132,8 +132,8 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     pieces = piece_values(graph, segment, context.rules)
     roots = storage_roots(context, segment)
     weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
-    common, handed = common_inputs(context, segment), handed_on(context)
-    made = handed.inputs[segment.kind]
+    handed = handed_on(context)
+    common, made = handed.common[segment.kind], handed.inputs[segment.kind]
     n_repeated = n_repeated_ops(context, segment, layouts)
     own = frozenset(op.name for op in graph.ops_of(segment))
     ops = tuple(
