@@ -30,6 +30,7 @@ LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 IN_PLACE = "in-place write"  # of `OpGraph.dissolved`: across the borders of blocks
 WRITES_BATCH = "write into the batch"  # of `OpGraph.dissolved`: in place, into inputs or targets
 OWN_GRADIENTS = frozenset({"autograd.Function", "gradient hook"})  # of `OpGraph.dissolved`: the user's own gradients
+N_ADAM_STATES = 2
 WHOLE_OPTIMIZER = "whole-tensor optimizer"  # of `OpGraph.dissolved`: it computes with whole tensors
 REPLACED = "functional_call"  # of `OpGraph.dissolved`: modules run with other weights than their own
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
@@ -222,6 +223,7 @@ class OpGraph:
         dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`,
             `WRITES_BATCH`, `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `WHOLE_OPTIMIZER`.
         optimizer_failure: `ERROR at FILE:LINE: TEXT` with which a trial of the user's optimizer failed; "" it did not.
+        n_optimizer_states: tensors of its size that the optimizer keeps for a parameter.
         waits_at: `FILE:LINE: TEXT` where the user's own forward waits for the device; "" nowhere, as far as known.
         synchronizes_batch_norm: whether the user's model has an `nn.SyncBatchNorm` in training, of which the ops do not
             tell that it takes the samples of all ranks.
@@ -238,6 +240,7 @@ class OpGraph:
     waits_at: str = ""
     optimizer_failure: str = ""
     synchronizes_batch_norm: bool = False
+    n_optimizer_states: int = N_ADAM_STATES
 
     def __hash__(self) -> int:
         """Of a few fields: what is remembered per graph must not read all its ops each time."""
@@ -289,16 +292,18 @@ class OpGraph:
 
 
 _CLASSES = {cls.__name__: cls for cls in (PerSample, TensorSpec, Ref, Symbol, Op, Parameter, Input, Segment, OpGraph)}
-_LEFT_OUT_IF_EMPTY = frozenset(
-    {"waits_at", "optimizer_failure", "synchronizes_batch_norm"}
-)  # newer than plans that are kept with the hash of their graph
+# Newer than plans that are kept with the hash of their graph: left out where they are as they would have been then.
+_NEWER = ("waits_at", "optimizer_failure", "synchronizes_batch_norm", "n_optimizer_states")
+_AS_BEFORE = {field.name: field.default for field in fields(OpGraph) if field.name in _NEWER}
 _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CLASSES.items()}
 
 
 @lru_cache(maxsize=4)
 def _content_hash(graph: OpGraph) -> str:
     dissolved = tuple(word for word in graph.dissolved if word != WHOLE_OPTIMIZER)
-    model = replace(graph, name="", dissolved=dissolved, waits_at="", optimizer_failure="")
+    model = replace(
+        graph, name="", dissolved=dissolved, waits_at="", optimizer_failure="", n_optimizer_states=N_ADAM_STATES
+    )
     return hashlib.sha256(graph_to_json(model).encode()).hexdigest()
 
 
@@ -318,7 +323,7 @@ def _encode(value: Any) -> dict[str, Any]:
     """What `json` does not know by itself: the fields of a dataclass, and its name."""
     name = type(value).__name__
     found = {field: getattr(value, field) for field in _FIELDS[name]}
-    return {"_": name, **{field: item for field, item in found.items() if item or field not in _LEFT_OUT_IF_EMPTY}}
+    return {"_": name, **{field: item for field, item in found.items() if item != _AS_BEFORE.get(field, ...)}}
 
 
 def _decode(value: Any) -> Any:

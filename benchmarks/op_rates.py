@@ -3,9 +3,10 @@
     python benchmarks/op_rates.py run RESULTS.jsonl [--only OP]    needs torch and one GPU only
     python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE]   computed beside measured (needs autoplan)
 
-Convolutions and what stands beside them, contiguous and in channels_last, in bf16, and some in tf32 and float32; and
-reading rows by index, whose gradient adds rows where they belong. Each row is the mean over about 0.1 s, measured by
-events, after a warm-up in which cuDNN tries its algorithms.
+Convolutions and what stands beside them, contiguous and in channels_last, in bf16, and some in tf32 and float32;
+reading rows by index, whose gradient adds rows where they belong; and products, also by which dim of each factor is
+the innermost in memory (`mm`, forward only). Each row is the mean over about 0.1 s, measured by events, after a warm-up
+in which cuDNN tries its algorithms.
 
 The table has the prices of `cost.op_time` in microseconds. Times that the host sets are marked h and left out of the
 means of |log(computed / measured)|: a gradient that launches nothing (`add`) takes 55 us.
@@ -19,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -60,6 +62,12 @@ TABLES = ((32768, 1024, 32768), (32768, 1024, 65536), (8192, 4096, 16384), (6553
 FEW_ROWS = ((2, 1024, 65536), (32, 16, 262144), (32, 16, 65536), (512, 1024, 65536))  # of BERT and T5
 READS = ("index", "index_permuted", "index_select", "embedding", "gather", "index_add")
 PRODUCTS = ((16384, 4096, 4096), (8192, 1024, 4096))
+# [m, k] @ [k, n] of Llama-1B (one block, and gradients of its weights), BERT-large and a square one
+BY_LAYOUT = (
+    *((8192, 2048, 8192), (8192, 8192, 2048), (8192, 2048, 2048), (2048, 8192, 8192), (8192, 2048, 32064)),
+    *((16384, 1024, 4096), (1024, 16384, 4096), (8192, 8192, 8192)),
+)
+INNERMOST = ("k, k", "k, n", "m, k", "m, n")  # of either factor; torch's linear has "k, k" forward
 HOST_S = {"forward": 20e-6, "backward": 110e-6}  # what takes no longer may have waited for the host
 DIRECTIONS = tuple(HOST_S)
 
@@ -107,6 +115,11 @@ def cases() -> Iterator[tuple[dict, Callable, str]]:
     for shape in PRODUCTS:
         for dtype in ("bf16", "tf32", "fp32"):
             yield {"op": "linear", "shape": shape}, lambda s=shape, d=dtype: product(s, d), dtype
+    for shape in BY_LAYOUT:
+        for layout in INNERMOST:
+            for dtype in ("bf16", "tf32"):
+                described = {"op": "mm", "shape": shape, "layout": layout}
+                yield described, lambda s=shape, la=layout, d=dtype: product_by_layout(s, la, d), dtype
 
 
 def set_float32(dtype: str) -> None:
@@ -171,8 +184,18 @@ def product(shape: tuple[int, ...], dtype: str) -> tuple[Callable, list[torch.Te
     return lambda: F.linear(x, weight), [x, weight]
 
 
+def product_by_layout(shape: tuple[int, ...], layout: str, dtype: str) -> tuple[Callable, list[torch.Tensor]]:
+    m, k, n = shape
+    left = random((m, k) if layout.startswith("k") else (k, m), dtype).detach()
+    right = random((k, n) if layout.endswith("n") else (n, k), dtype).detach()
+    factors = left if layout.startswith("k") else left.t(), right if layout.endswith("n") else right.t()
+    return lambda: torch.mm(*factors), []
+
+
 def measure(op: Callable, inputs: list[torch.Tensor]) -> dict:
-    """Seconds of one forward and one backward pass."""
+    """Seconds of one forward and, if some input has a gradient, one backward pass."""
+    if not inputs:
+        return {"forward_s": timed(op)}
     result = op()
     gradient = torch.randn_like(result)
     forward_s = timed(op)
@@ -236,17 +259,24 @@ class Compared:
 def compared(path: Path, hw: str) -> list[Compared]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     pairs = [(row, computed(row, hw)) for row in rows if "error" not in row]
-    return [Compared(row, name, own_s) for row, both in pairs for name, own_s in zip(DIRECTIONS, both, strict=True)]
+    return [
+        Compared(row, name, own_s)
+        for row, both in pairs
+        for name, own_s in zip(DIRECTIONS, both, strict=True)
+        if f"{name}_s" in row
+    ]
 
 
 def table(path: Path, hw: str) -> None:
     found = compared(path, hw)
     titles = "".join(f"{direction:>12}{'computed':>10}{'error':>9}" for direction in DIRECTIONS)
     print(f"{'op':16}{'shape':34}{'layout':15}{'':5}{titles}")
-    for forward, backward in zip(found[::2], found[1::2], strict=True):
-        row = forward.row
+    for _, own in groupby(found, key=lambda item: id(item.row)):
+        directions = list(own)
+        row = directions[0].row
         shape = ", ".join(map(str, row["shape"]))
-        print(f"{row['op']:16}{shape:34}{row.get('layout', ''):15}{row['dtype']:5}{forward}{backward}".rstrip())
+        head = f"{row['op']:16}{shape:34}{row.get('layout', ''):15}{row['dtype']:5}"
+        print("".join([head, *map(str, directions)]).rstrip())
     print("\nmean |log(computed / measured)| (of so many rows), h left out")
     of_device = [item for item in found if not item.is_of_host]
     for kind in dict.fromkeys(item.kind for item in of_device):
@@ -257,7 +287,8 @@ def table(path: Path, hw: str) -> None:
         print(f"{kind[0]:16}{kind[1]:22}{cells}")
     for direction in DIRECTIONS:
         own = [item.log_error for item in of_device if item.direction == direction]
-        print(f"{direction}: {len(own)} times, {statistics.mean(own):.3f}, worst {max(own):.2f}")
+        if own:
+            print(f"{direction}: {len(own)} times, {statistics.mean(own):.3f}, worst {max(own):.2f}")
 
 
 def computed(row: dict, hw: str) -> tuple[float, float]:
@@ -268,7 +299,7 @@ def computed(row: dict, hw: str) -> tuple[float, float]:
 
     op, operands = as_graph_op(row)
     gradients = (row["op"] != "conv2d" or row["shape"][1] != 3, *[True] * (len(operands) - 1))
-    layout = row.get("layout", "contiguous")
+    layout = "contiguous" if row["op"] == "mm" else row.get("layout", "contiguous")
     call = LocalCall(op, operands, operands, op.outputs, 1, row["dtype"], layout, gradients=gradients)
     found = op_time(load_rules()[op.target], call, device=load_hardware_profile(hw).device, has_gradient=True)
     return found.forward_s, found.backward_s
@@ -305,6 +336,9 @@ def as_graph_op(row: dict):
     if op == "linear":
         n, width, features = shape
         return call("linear.default", (n, features), (n, width), (features, width))
+    if op == "mm":
+        m, k, n = shape
+        return call("mm.default", (m, n), (m, k), (k, n))
     n_rows, width, n_read = shape
     columns = (width,) if width > 1 or op == "embedding" else ()
     whole, read, index = (n_rows, *columns), (n_read, *columns), (n_read,)

@@ -1,12 +1,21 @@
-"""Matrix products. A multiply-add is 2 FLOPs; backward is two products of the same size."""
+"""Matrix products. A multiply-add is 2 FLOPs; backward is two products of the same size.
+
+In backward the gradient of the second factor, a weight, contracts what neither factor has innermost in memory. In tf32
+the matrix units of Hopper read only what has the contracted dim innermost, so that product is slower than the others.
+"""
 
 from dataclasses import replace
 
 from autoplan.equations import Equation, Marks, added, broadcast_marks, dim_names, write_equation
 from autoplan.graph import PADDED_LINEAR, Op
-from autoplan.rules import LocalCall, OpRule, Specs
+from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs
 
 _LEADING = "abcdefgh"
+# Rate of both products of backward / of the forward one in tf32. H200, torch 2.11, products of 34 to 1,100 GFLOP: 0.66
+# of a forward product where neither factor has the contracted dim innermost (0.61 to 0.70), and 0.93 where the first
+# alone has it (0.83 to 1.03); 16-bit products take as long in every layout, to 7 %
+# (benchmarks/results/op_rates_by_layout_h200_2026-11-29.jsonl).
+_TF32_BACKWARD_FRACTION = 0.77
 
 
 def _linear(op: Op, operands: Specs) -> str:
@@ -91,6 +100,10 @@ def _spelled(text: str, rank: int, n_dots: int) -> Marks:
     return (*before, *(f"dots{i}" for i in range(n_dots - count, n_dots)), *after)
 
 
+def _arithmetic(call: LocalCall) -> Arithmetic:
+    return Arithmetic(True, backward_fraction=_TF32_BACKWARD_FRACTION if call.precision == "tf32" else 1.0)
+
+
 def _product(equation: str | Equation, *, saves: tuple[int, ...], linear_in: tuple[int, ...] = ()) -> OpRule:
     return OpRule(
         equation=equation,
@@ -101,6 +114,7 @@ def _product(equation: str | Equation, *, saves: tuple[int, ...], linear_in: tup
         saves=saves,
         is_product=True,
         efficiency="matmul",
+        arithmetic=_arithmetic,
         is_matrix_product=True,
         linear_in=linear_in,
         finite_in=(0, 1, 2),

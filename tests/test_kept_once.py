@@ -16,8 +16,10 @@ from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import load_hardware_profile
 from autoplan.measured_profile.segment_key import WHOLE, content_key
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
+from autoplan.options import Options
 from autoplan.parallel_plan import Execution, Mesh
 from autoplan.rules import load_rules
+from autoplan.space.layouts import all_shardings
 from autoplan.tracing.trace import load_model_file
 
 WIDTH, N_BLOCKS, BATCH = 16, 3, 5
@@ -194,6 +196,49 @@ def test_a_block_that_was_measured_alone_kept_all_of_it(graph: OpGraph, n_own: i
     )
     costs = _costs(graph, measured=MeasuredProfile((row,), None, "toy"))
     assert costs[graph.segments.index(block)].saved_bytes == n_own * ONE + -(-ONE // N_BLOCKS)
+
+
+GATHERED = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4096, 4096)
+
+    def forward(self, x):
+        return self.up(x).relu()
+
+
+def build_model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def make_batch(n):
+    return torch.randn(n, 256, 4096), torch.randn(n, 256, 4096)
+
+
+def loss_fn(outputs, targets):
+    return (outputs - targets).square().mean()
+"""
+
+
+def test_a_shard_that_is_kept_where_it_is_made_does_not_stand_for_what_is_gathered_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(GATHERED)
+    graph, hardware, rules = trace_model(path), load_hardware_profile("h200_x4"), load_rules()
+    options = Options(precision="fp32", fix=(("tp", "2"),))
+    shardings = all_shardings(graph, hardware, options, rules, batch_size=BATCH)
+    price = make_pricer(graph, hardware=hardware, precision="fp32", shardings=shardings, rules=rules)
+    costs = price(Mesh(tp=2, sharding="R", micro_batch_size=BATCH)).costs
+    whole_bytes = 4 * BATCH * 256 * 4096
+    behind = [costs[segment.kind] for segment in graph.segments if segment.class_name == "Block"][1:]
+    assert {kept.saved_bytes for kept, *_ in behind} == {
+        whole_bytes + whole_bytes // 2
+    }  # the input, half of the result
+    assert {again.saved_bytes for _, again in behind} == {whole_bytes}
 
 
 CROSSED = """

@@ -22,3 +22,9 @@ def test_an_operator_is_priced_as_it_was_measured(op, direction):
     alike = [item for item in FOUND if item.kind[0] == op and item.row["dtype"] == "bf16" and not item.is_of_host]
     own = [item for item in alike if item.direction == direction]
     assert own and statistics.mean(item.log_error for item in own) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "tf32"])
+def test_a_product_is_priced_as_it_was_measured(dtype):
+    own = [item for item in FOUND if item.kind == ("linear", dtype)]
+    assert len(own) == 4 and max(item.log_error for item in own) < 0.08

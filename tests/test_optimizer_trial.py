@@ -1,5 +1,6 @@
 """The user's optimizer is tried on parts of tensors: those that treat each element by itself do not see the parts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,11 +8,15 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon
 
+from autoplan.cost.price import make_pricer
 from autoplan.graph import WHOLE_OPTIMIZER
+from autoplan.hardware import load_hardware_profile
+from autoplan.parallel_plan import Mesh
 from autoplan.planning.problem import trace_model
+from autoplan.rules import load_rules
 from autoplan.runtime import Config, PlainTraining
 from autoplan.runtime.update.optimizer import naming_distributed_tensors
-from autoplan.tracing.optimizer_trial import computes_with_whole_tensors
+from autoplan.tracing.optimizer_trial import computes_with_whole_tensors, n_states_of
 
 CPU = torch.device("cpu")
 
@@ -47,6 +52,48 @@ def test_optimizers_of_norms_and_products_do(build_optimizer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("build_optimizer", "n_states"),
+    [
+        (in_groups, 2),
+        (lambda p: SGD(p, lr=0.1), 0),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: AdamW(p, amsgrad=True), 3),
+        (Adafactor, 0),  # vectors
+    ],
+)
+def test_what_an_optimizer_keeps_is_counted(build_optimizer, n_states) -> None:
+    assert n_states_of(build_optimizer) == n_states
+
+
+MODEL = (
+    "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
+    "loss_fn = F.mse_loss\n\n\n"
+    "def build_model():\n    return nn.Linear(4, 4)\n\n\n"
+    "def make_batch(n):\n    return torch.randn(n, 4), torch.randn(n, 4)\n\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "n_states"), [("AdamW(p)", 2), ("AdamW(p, amsgrad=True)", 3), ("SGD(p, lr=0.1)", 0)]
+)
+def test_the_price_counts_it(tmp_path, optimizer, n_states) -> None:
+    model = tmp_path / "toy.py"
+    model.write_text(f"{MODEL}def build_optimizer(p):\n    return torch.optim.{optimizer}\n")
+    graph, hardware = trace_model(model), load_hardware_profile("h200_x4")
+    price = make_pricer(graph, hardware=hardware, precision="bf16", shardings={}, rules=load_rules())
+    costs = [choices[0] for choices in price(Mesh()).costs]
+    n_elements, bandwidth = 4 * 4 + 4, hardware.device.copy_bytes_per_s
+    assert sum(cost.state_bytes for cost in costs) == (4 + 4 * n_states) * n_elements
+    updates_s = {n: n_elements * (4 * 4 + 2 * 4 * n) / bandwidth for n in (n_states, 2)}
+    adams = make_pricer(
+        replace(graph, n_optimizer_states=2), hardware=hardware, precision="bf16", shardings={}, rules=load_rules()
+    )
+    added_s = sum(cost.optimizer_s for cost in costs) - sum(own.optimizer_s for own, *_ in adams(Mesh()).costs)
+    assert added_s == pytest.approx(updates_s[n_states] - updates_s[2])
+    assert graph.content_hash() == replace(graph, n_optimizer_states=2).content_hash()
+
+
+@pytest.mark.parametrize(
     ("optimizer", "is_whole", "failure"),
     [
         ("Adafactor(parameters)", True, ""),
@@ -60,13 +107,7 @@ def test_a_traced_model_file_tells_what_its_optimizer_does_or_how_it_fails(
     tmp_path, optimizer, is_whole, failure
 ) -> None:
     model = tmp_path / "toy.py"
-    model.write_text(
-        "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
-        "loss_fn = F.mse_loss\n\n\n"
-        "def build_model():\n    return nn.Linear(4, 4)\n\n\n"
-        "def make_batch(n):\n    return torch.randn(n, 4), torch.randn(n, 4)\n\n\n"
-        f"def build_optimizer(parameters):\n    return torch.optim.{optimizer}\n"
-    )
+    model.write_text(f"{MODEL}def build_optimizer(parameters):\n    return torch.optim.{optimizer}\n")
     graph = trace_model(model)
     assert (WHOLE_OPTIMIZER in graph.dissolved) is is_whole
     assert graph.optimizer_failure.startswith(failure)

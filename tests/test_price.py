@@ -11,7 +11,7 @@ from distributed.programs import graph_of, shardings_of
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.local_segment import local_op, piece_values, strided_values
 from autoplan.cost.op_time import host_s, op_time, peak_flops_per_s
-from autoplan.cost.parameters import optimizer_s
+from autoplan.cost.parameters import element_bytes, optimizer_s
 from autoplan.cost.price import make_pricer
 from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import work_contexts
@@ -80,7 +80,9 @@ def test_the_host_of_the_optimizer_is_late_by_what_it_takes_longer_than_all_pass
     price = make_pricer(graph, hardware=hardware, precision="bf16", shardings={}, rules=RULES)
     table = price(Mesh(n_micro_batches=n_micro_batches, cuda_graph=True))
     costs = [table.costs[kind][0] for kind in table.kinds]
-    adam_s = optimizer_s(sum(p.spec.n_elements(1) for p in graph.parameters), device=hardware.device, precision="bf16")
+    adam_s = optimizer_s(
+        sum(p.spec.n_elements(1) for p in graph.parameters), device=hardware.device, element=element_bytes("bf16")
+    )
     once_s = sum(cost.optimizer_s - cost.launch_once_s for cost in costs) - adam_s
     passes_s = once_s + n_micro_batches * sum(cost.forward_s + cost.backward_s for cost in costs)
     expected_s = max(0.0, len(graph.parameters) * parameter_s - passes_s)

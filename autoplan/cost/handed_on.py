@@ -7,7 +7,8 @@ that autograd keeps where it is made, and again where it is read, is counted whe
     block 2  conv(y1), ... relu -> y2   keeps y1, for that of conv, and y2
 
 A block that is recomputed frees what it made; who reads its result has that kept. So it counts the result in any case,
-and its readers in none. Compiled blocks keep a mask in place of such a result, and are left alone.
+and its readers in none. Compiled blocks keep a mask in place of such a result, and are left alone. Under tensor
+parallelism a block may keep a shard of its result, and its readers what was gathered of it: all count what they keep.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def handed_on(context: WorkContext) -> HandedOn:
     kinds: dict[int, list[Segment]] = {}
     for segment in context.graph.segments:
         kinds.setdefault(segment.kind, []).append(segment)
-    kept, left = _kept_results(context), set[str]()
-    common, inputs = dict[int, dict[str, int]](), dict[int, frozenset[str]]()
+    kept = _kept_results(context) if context.degree == 1 else frozenset[str]()
+    left, common, inputs = set[str](), dict[int, dict[str, int]](), dict[int, frozenset[str]]()
     for kind, alike in kinds.items():
         places = list(zip(*(segment.inputs for segment in alike), strict=True))
         same = (place[0] for place in places if len(set(place)) == 1)

@@ -3,9 +3,11 @@
 Memory of one parameter element after `fully_shard`, under mixed precision with a float32 master copy; d: shard degree.
 
                       always            gathered   gradient: computed   reduction's input   reduced   accumulated
-    bf16 / fp16       (4 + 8 Adam) / d  2          2                    4                   4 / d     4
-    fp32              (4 + 8) / d       4          4                    4                   4 / d     4
-    fp64              (8 + 16) / d      8          8                    8                   8 / d     8
+    bf16 / fp16       (4 + 4 n) / d     2          2                    4                   4 / d     4
+    fp32              (4 + 4 n) / d     4          4                    4                   4 / d     4
+    fp64              (8 + 8 n) / d     8          8                    8                   8 / d     8
+
+n: the states of the optimizer, 2 of Adam (`OpGraph.n_optimizer_states`).
 
 Gradients are there from the backward pass of their segment to the end of the step: accumulated while micro-batches
 accumulate, else reduced. Their sum over ranks has an input of its own, which is kept until the next reduction begins.
@@ -48,9 +50,9 @@ from autoplan.cost.grad_compression import (
     power_sgd_reduction,
 )
 from autoplan.cost.waits import ADDRESSES_S
+from autoplan.graph import N_ADAM_STATES
 from autoplan.hardware import Device, ShardingHost
 
-N_ADAM_STATES = 2
 # The calls of a block that is called once, and of one that is called several times.
 ONLY_CALL, FIRST_CALL, LATER_CALL, LAST_CALL = "only", "first", "later", "last"
 HOLDING_CALLS = (ONLY_CALL, FIRST_CALL)  # they have the state
@@ -78,19 +80,14 @@ class ElementBytes:
     master: int
     gathered: int
     reduced: int
-
-    @property
-    def optimizer(self) -> int:
-        """Adam's state."""
-        return N_ADAM_STATES * self.master
+    optimizer: int
 
 
-def element_bytes(precision: str) -> ElementBytes:
+def element_bytes(precision: str, n_optimizer_states: int = N_ADAM_STATES) -> ElementBytes:
     """The row of the table."""
-    if precision in ("bf16", "fp16"):
-        return ElementBytes(master=4, gathered=2, reduced=4)
-    size = 8 if precision == "fp64" else 4
-    return ElementBytes(master=size, gathered=size, reduced=size)
+    master = 8 if precision == "fp64" else 4
+    gathered = 2 if precision in ("bf16", "fp16") else master
+    return ElementBytes(master, gathered, reduced=master, optimizer=n_optimizer_states * master)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +96,20 @@ class ParameterContext:
 
     Attributes:
         collective_s: (kind, full bytes, group) -> seconds.
-        optimizer_element_s: measured time of the optimizer per element; None computes it.
+        adam_element_s: measured time of AdamW per element; None computes it.
         compression: of the gradients, where the placement allows it; see `cost.grad_compression`.
     """
 
     device: Device
     precision: str
     collective_s: Callable[[str, float, Group], float]
-    optimizer_element_s: float | None
+    adam_element_s: float | None
     compression: Compression = NO_COMPRESSION
+    n_optimizer_states: int = N_ADAM_STATES
+
+    @property
+    def element(self) -> ElementBytes:
+        return element_bytes(self.precision, self.n_optimizer_states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ def parameter_cost(
     """
     matrices = matrices if is_group or call in HOLDING_CALLS else ()
     n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
-    element, degree = element_bytes(context.precision), placement.shard.n_devices
+    element, degree = context.element, placement.shard.n_devices
     summed_bytes = element.gathered * n_elements if is_group else 0
     n_shard_elements = -(-n_elements // degree)
     is_wrapped = placement.is_divided or context.precision in ("bf16", "fp16")
@@ -309,17 +311,20 @@ def _host_s(host: ShardingHost, n_tensors: int, *, is_group: bool) -> tuple[floa
     )
 
 
-def optimizer_s(n_elements: int, *, device: Device, precision: str) -> float:
+def optimizer_s(n_elements: int, *, device: Device, element: ElementBytes) -> float:
     """Read the gradient for the norm; read master, gradient and state; write master and state."""
-    element = element_bytes(precision)
-    n_bytes = n_elements * (4 * element.master + 2 * element.optimizer)
-    return n_bytes / device.copy_bytes_per_s
+    return n_elements * _moved_bytes(element) / device.copy_bytes_per_s
+
+
+def _moved_bytes(element: ElementBytes) -> int:
+    return 4 * element.master + 2 * element.optimizer
 
 
 def _optimizer_s(context: ParameterContext, n_elements: int) -> float:
-    if context.optimizer_element_s is not None:
-        return n_elements * context.optimizer_element_s
-    return optimizer_s(n_elements, device=context.device, precision=context.precision)
+    if context.adam_element_s is None:
+        return optimizer_s(n_elements, device=context.device, element=context.element)
+    ratio = _moved_bytes(context.element) / _moved_bytes(element_bytes(context.precision))
+    return n_elements * context.adam_element_s * ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +349,7 @@ class _Reduction:
 
 def _reduction(context: ParameterContext, matrices: Sequence[Matrix], placement: Placement) -> _Reduction:
     """Reduce-scatter inside the shard group, and all-reduce of the shards between replicas; compressed or not."""
-    n_elements, item_bytes = sum(n * m for n, m in matrices), element_bytes(context.precision).reduced
+    n_elements, item_bytes = sum(n * m for n, m in matrices), context.element.reduced
     n_shards, n_replicas = placement.shard.n_devices, placement.replicate.n_devices
     compression = context.compression.over(n_shards=n_shards, n_replicas=n_replicas)
     if compression.name == "none" or n_elements == 0:

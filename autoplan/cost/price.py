@@ -109,7 +109,9 @@ def make_pricer(
     contexts = work_contexts(graph, hardware, precision, rules)
     local = _local_pricer(contexts, shardings)
     works = make_works_pricer(graph, contexts, shardings=shardings, measured=measured)
-    of_parameters = ParameterContext(hardware.device, precision, collective, element_s, compression)
+    of_parameters = ParameterContext(
+        hardware.device, precision, collective, element_s, compression, graph.n_optimizer_states
+    )
     calls = {is_cut: calls_of(graph, is_cut=is_cut) for is_cut in (False, True)}
     return _Pricer(
         graph,

@@ -1,4 +1,4 @@
-"""Whether the user's optimizer computes with whole tensors, so that it does something else with parts of them.
+"""What the user's optimizer keeps, and whether it computes with whole tensors: then it does something else with parts.
 
 AdamW or SGD treats each element by itself. LARS, Adafactor and Muon take norms or products of a matrix, and those of a
 shard are others. What `build_optimizer` returns is tried on a matrix and a bias: whole, and each half by itself.
@@ -7,14 +7,14 @@ One that fails on them may work on the model's own parameters, so that is told a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoplan.graph import WHOLE_OPTIMIZER, OpGraph
+from autoplan.graph import N_ADAM_STATES, WHOLE_OPTIMIZER, OpGraph
 from autoplan.user_errors import USERS_ERRORS, users_place, what_failed
 
 WIDTH, N_STEPS = 8, 2
@@ -23,9 +23,10 @@ WIDTH, N_STEPS = 8, 2
 def with_optimizer(graph: OpGraph, build_optimizer: Callable[[Any], Any]) -> OpGraph:
     """The graph, with what was found of the user's optimizer, or how it failed."""
     try:
-        is_whole = computes_with_whole_tensors(build_optimizer)
+        is_whole, n_states = computes_with_whole_tensors(build_optimizer), n_states_of(build_optimizer)
     except USERS_ERRORS as error:
         return replace(graph, optimizer_failure=what_failed(error) + users_place(error))
+    graph = replace(graph, n_optimizer_states=n_states)
     return replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER)) if is_whole else graph
 
 
@@ -48,6 +49,22 @@ def computes_with_whole_tensors(build_optimizer: Callable[[Any], Any]) -> bool:
     )
 
 
+def n_states_of(build_optimizer: Callable[[Any], Any]) -> int:
+    """How many tensors of its size a matrix has as state: 2 of Adam, 1 of momentum; vectors and numbers do not count.
+
+    Of one that has no `state` it is not known, and taken to be Adam's.
+
+    Raises: what the user's optimizer does.
+    """
+    values, *gradients = _numbers()
+    (matrix, _), optimizer = _stepped(build_optimizer, values, gradients)
+    state = getattr(optimizer, "state", None)
+    if not isinstance(state, Mapping):
+        return N_ADAM_STATES
+    kept = state.get(matrix, {}).values()
+    return sum(isinstance(item, Tensor) and item.numel() >= matrix.numel() for item in kept)
+
+
 def _numbers() -> list[tuple[Tensor, ...]]:
     """A matrix and a bias, and their gradients in each step."""
     generator = torch.Generator().manual_seed(0)
@@ -67,10 +84,17 @@ def _half(tensors: Sequence[Tensor], dim: int, half: int) -> tuple[Tensor, ...]:
 def _trained(
     build_optimizer: Callable[[Any], Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
+    return [parameter.detach() for parameter in _stepped(build_optimizer, values, gradients)[0]]
+
+
+def _stepped(
+    build_optimizer: Callable[[Any], Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> tuple[list[nn.Parameter], Any]:
+    """The parameters after a step per gradient, and the optimizer."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     optimizer = build_optimizer(list(parameters))
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+    return parameters, optimizer

@@ -107,7 +107,7 @@ def look(
         split=found[half, 2],
         hosts=tuple(found[name, count] for count in counts),
         batches=batches,
-        state_bytes=graph.n_parameters() * _element_bytes(question.precisions[0]),
+        state_bytes=graph.n_parameters() * _element_bytes(graph, question.precisions[0]),
         layer_bytes=layer_bytes,
         layer=layer,
         deadline_s=deadline_s,
@@ -141,9 +141,9 @@ def _larger_batches(
     return tuple(found), False
 
 
-def _element_bytes(precision: str) -> int:
+def _element_bytes(graph: OpGraph, precision: str) -> int:
     """Of one parameter on a device that shares nothing: weights, master copy, state, gradient."""
-    size = element_bytes(precision)
+    size = element_bytes(precision, graph.n_optimizer_states)
     return size.master + size.optimizer + size.gathered + size.reduced
 
 
@@ -162,7 +162,7 @@ def _largest_segment(graph: OpGraph, precision: str) -> tuple[str, int]:
         for segment in graph.segments
     ]
     name, n_elements = max(sizes, key=lambda item: item[1])
-    return name, n_elements * _element_bytes(precision)
+    return name, n_elements * _element_bytes(graph, precision)
 
 
 def advice_to_dict(answer: AdviceAnswer) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def unusable(problem: Problem, why: str) -> PointResult:
 
 
 def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
-    hardware, size = problem.hardware, element_bytes(problem.options.precision)
+    hardware, size = problem.hardware, element_bytes(problem.options.precision, problem.graph.n_optimizer_states)
     return PointResult(
         status=result.status,
         device=device_names(hardware),
