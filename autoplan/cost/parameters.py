@@ -196,31 +196,18 @@ def parameter_cost(
     matrices = matrices if is_group or call in HOLDING_CALLS else ()
     n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
     element, degree = context.element, placement.shard.n_devices
-    summed_bytes = element.gathered * n_elements if is_group else 0
     n_shard_elements = -(-n_elements // degree)
     is_wrapped = placement.is_divided or context.precision in ("bf16", "fp16")
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
     is_held = placement.zero_stage == 3 and not is_group
     reduced_bytes = element.reduced * n_shard_elements
-    bandwidth = context.device.copy_bytes_per_s
-    unpack_s = 2 * gathered_bytes / bandwidth if degree > 1 else 0.0
-    has_large_parts = n_elements >= LEAST_PART_ELEMENTS * n_tensors * degree
-    packs_at_once = has_large_parts and all(n % degree == 0 for n, _ in matrices)
-    pack_s = _pack_s(context.device, element, n_elements, placement, at_once=packs_at_once) if is_wrapped else 0.0
-    if is_wrapped and degree == 1:
-        unpack_s = sum(_unsharded_s(context.device, element, n * m) for n, m in matrices)
-    elif is_wrapped and element.gathered < element.master:
-        casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth
-        unpack_s += casts_s / MIXED_FRACTION
-    if is_wrapped and is_group and n_tensors:
-        unpack_s += ADDRESSES_S if degree > 1 else 0.0
-        pack_s += 0.0 if packs_at_once else ADDRESSES_S
+    unpack_s, pack_s = _copies_s(context, matrices, placement, is_group=is_group) if is_wrapped else (0.0, 0.0)
     gathers_often, reduces_often = placement.zero_stage == 3, placement.zero_stage >= 2
     reduction = _reduction(context, matrices, placement)
     once_s = reduction.once_s + (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
     hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_group=is_group)
     reduce_s += reduction.host_s
-    backward_gather_s = gather_s if gathers_often and not is_kept else 0.0
+    backward_s = hooks_s + (gather_s if gathers_often and not is_kept else 0.0) if is_wrapped else 0.0
     found = ParameterCost(
         accumulate_s=sum(_accumulate_s(context.device, element, n * m, placement) for n, m in matrices),
         unpack_s=unpack_s if gathers_often else 0.0,
@@ -239,31 +226,72 @@ def parameter_cost(
         late_gradient_bytes=element.gathered * n_elements if is_wrapped and not is_group else 0,
         is_kept=is_kept,
         host_forward_s=hooks_s + (gather_s if gathers_often else 0.0) if is_wrapped else 0.0,
-        host_backward_s=hooks_s + backward_gather_s + (reduce_s if reduces_often else 0.0) if is_wrapped else 0.0,
+        host_backward_s=backward_s + (reduce_s if is_wrapped and reduces_often else 0.0),
         host_first_s=gather_s if is_wrapped and not gathers_often else 0.0,
         host_last_s=reduce_s if is_wrapped and not reduces_often else 0.0,
         host_optimizer_s=step_s if is_wrapped else 0.0,
         replicas_s=reduction.replicas_s if reduces_often else 0.0,
     )
+    summed_bytes = element.gathered * n_elements if is_group else 0
     if call in HOLDING_CALLS:
         return replace(found, waiting_bytes=-summed_bytes if call == FIRST_CALL else 0)
     is_reduced = call == LAST_CALL and placement.accumulates
-    reduced_once_s = reduction.once_s + pack_s if is_reduced else 0.0
-    again_s = reduced_once_s + (0.0 if gathers_often else unpack_s)
+    return _of_later_call(
+        found,
+        is_reduced=is_reduced,
+        once_s=(reduction.once_s + pack_s if is_reduced else 0.0) + (0.0 if gathers_often else unpack_s),
+        gathered_bytes=gathered_bytes if gathers_often else 0,
+        waiting_bytes=summed_bytes if call == LAST_CALL else 0,
+        host_backward_s=backward_s,
+    )
+
+
+def _copies_s(
+    context: ParameterContext, matrices: Sequence[Matrix], placement: Placement, *, is_group: bool
+) -> tuple[float, float]:
+    """Parameters out of the buffer that they are gathered in, cast before; gradients into that of their reduction."""
+    element, degree, bandwidth = context.element, placement.shard.n_devices, context.device.copy_bytes_per_s
+    n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
+    if degree == 1:
+        unpack_s = sum(_unsharded_s(context.device, element, n * m) for n, m in matrices)
+    else:
+        unpack_s = 2 * element.gathered * n_elements / bandwidth
+        if element.gathered < element.master:
+            cast_bytes = (element.master + element.gathered) * -(-n_elements // degree)
+            unpack_s += cast_bytes / bandwidth / MIXED_FRACTION
+    has_large_parts = n_elements >= LEAST_PART_ELEMENTS * n_tensors * degree
+    packs_at_once = has_large_parts and all(n % degree == 0 for n, _ in matrices)
+    pack_s = _pack_s(context.device, element, n_elements, placement, at_once=packs_at_once)
+    if is_group and n_tensors:
+        unpack_s += ADDRESSES_S if degree > 1 else 0.0
+        pack_s += 0.0 if packs_at_once else ADDRESSES_S
+    return unpack_s, pack_s
+
+
+def _of_later_call(
+    found: ParameterCost,
+    *,
+    is_reduced: bool,
+    once_s: float,
+    gathered_bytes: int,
+    waiting_bytes: int,
+    host_backward_s: float,
+) -> ParameterCost:
+    """What a call costs that does not have the state: of `found` what it would, if it had. See the module docstring."""
     return replace(
         found,
         accumulate_s=0.0,
         pack_s=0.0,
-        once_s=again_s,
+        once_s=once_s,
         reduce_s=found.reduce_s if is_reduced else 0.0,
-        optimizer_s=again_s,
+        optimizer_s=once_s,
         state_bytes=0,
-        gathered_bytes=gathered_bytes if gathers_often else 0,
+        gathered_bytes=gathered_bytes,
         gradient_bytes=0,
         reduced_bytes=0,
         reducing_bytes=found.reducing_bytes if is_reduced else 0,
-        waiting_bytes=summed_bytes if call == LAST_CALL else 0,
-        host_backward_s=hooks_s + backward_gather_s if is_wrapped else 0.0,
+        waiting_bytes=waiting_bytes,
+        host_backward_s=host_backward_s,
         host_last_s=found.host_last_s if is_reduced else 0.0,
         host_optimizer_s=0.0,
         replicas_s=0.0,
