@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from autoplan import api, cli, errors
+from autoplan import api, cli, errors, options
 from autoplan.checks.options import check_options, fix_pairs, options_of, parse_fix, parse_overrides
 from autoplan.options import Options
+from autoplan.runtime import config
+from autoplan.search import meshes
 
 PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
 GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
@@ -237,3 +239,12 @@ def test_a_model_without_a_trained_parameter_is_refused(tmp_path) -> None:
     )
     with pytest.raises(errors.InputError, match="no parameter that is trained"):
         api.plan(file, hw="dgx_a100_x8/2", global_batch=4)
+
+
+@pytest.mark.parametrize("name", ["BATCH_NORMS", "MEMORY_FORMATS", "GRAD_COMPRESSIONS"])
+def test_programs_which_have_no_planner_know_the_same_choices(name):
+    assert getattr(options, name) == getattr(config, name)
+
+
+def test_and_the_same_zero_stages_of_split_backward_passes():
+    assert meshes.MAX_SPLIT_ZERO_STAGE == config.MAX_SPLIT_ZERO_STAGE

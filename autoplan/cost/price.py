@@ -51,7 +51,7 @@ from autoplan.cost.segment_cost import segment_costs, with_late_optimizer
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.cost.waits import start_s
 from autoplan.cost.work_context import ContextOf, work_contexts
-from autoplan.cost.works import Run, Shardings, Works, make_works_pricer
+from autoplan.cost.works import Shardings, WorkKey, Works, make_works_pricer
 from autoplan.graph import DTYPE_BYTES, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.measured_profile.segment_times import MeasuredProfile
@@ -162,7 +162,7 @@ class _Pricer:
     collective: Callable[[str, float, Group], float]
     groups_of: Callable[[int, int, int, int], _Groups]
     has_all_to_alls: Callable[[int, str], bool]
-    works: Callable[[Run], Works] | None
+    works: Callable[[WorkKey], Works] | None
     costs: Callable[[_Way, int], Costs]
     cuts: CutsPricer
     batch: BatchPricer
@@ -260,7 +260,7 @@ class _Way(NamedTuple):
     `Mesh`; `is_slowed`: whether receives wait beside what the device computes.
     """
 
-    run: Run
+    run: WorkKey
     held: _Held
     splits: bool
     loss: str | None
@@ -273,7 +273,7 @@ class _Way(NamedTuple):
         """That of a mesh."""
         held = _Held(mesh.tp, mesh.sharding, placement, is_cut=mesh.pp > 1, wraps_head=mesh.wraps_head)
         splits = splits_backward(mesh.schedule)
-        return cls(Run.of(mesh), held, splits, loss, mesh.keeps_attention, mesh.cuda_graph, is_slowed)
+        return cls(WorkKey.of(mesh), held, splits, loss, mesh.keeps_attention, mesh.cuda_graph, is_slowed)
 
 
 def _local_pricer(contexts: ContextOf, shardings: Shardings) -> LocalPricer:
@@ -315,7 +315,7 @@ def _parameters_pricer(
 def _costs_pricer(
     graph: OpGraph,
     calls: Mapping[bool, Calls],
-    works: Callable[[Run], Works],
+    works: Callable[[WorkKey], Works],
     *,
     local: LocalPricer,
     parameters: Callable[[_Held], tuple[ParameterCost, ...]],

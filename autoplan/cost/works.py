@@ -38,7 +38,7 @@ class Share(NamedTuple):
     micro_batch_size: int
 
 
-class Run(NamedTuple):
+class WorkKey(NamedTuple):
     """What the work of segments depends on; meshes share it.
 
     `keeps_modules`: blocks are the user's own modules.
@@ -49,7 +49,7 @@ class Run(NamedTuple):
     keeps_modules: bool
 
     @classmethod
-    def of(cls, mesh: Mesh) -> Run:
+    def of(cls, mesh: Mesh) -> WorkKey:
         """That of a mesh."""
         share = Share(mesh.tp, mesh.sharding, mesh.micro_batch_size)
         return cls(share, mesh.execution, not mesh.needs_generated_model)
@@ -71,7 +71,7 @@ def make_works_pricer(
     *,
     shardings: Shardings,
     measured: MeasuredProfile | None,
-) -> Callable[[Run], Works]:
+) -> Callable[[WorkKey], Works]:
     """The work of each kind of segment, as measured where it was."""
     are_masks_apart = bool(scattered_masks(graph))  # else the user's modules and generated code take the same
     eager = _eager_pricer(graph, contexts, shardings=shardings)
@@ -86,7 +86,7 @@ def make_works_pricer(
         )
 
     @cache
-    def works(run: Run) -> Works:
+    def works(run: WorkKey) -> Works:
         as_measured = correction(run.execution, run.keeps_modules)
         work_of = compiled if as_measured is None and run.execution.compile else eager
         found = work_of(run.share, _Order(run.execution.memory_format, run.keeps_modules and are_masks_apart))

@@ -172,7 +172,7 @@ def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
 # ---------------------------------------------------------------------------------------------------------- one step
 
 
-class Run(NamedTuple):
+class TimedAction(NamedTuple):
     """One action with its times; what it needs of another rank leaves there at `sent_s` and is here at `arrived_s`.
 
     `left_what`: the communication still to be done when it starts; `gathered_s`: what was gathered while it waited.
@@ -187,7 +187,8 @@ class Run(NamedTuple):
     gathered_s: float
 
 
-RunFields = tuple[float, float, float, float, PassTimes, str, float]  # of a `Run`; an estimate does not ask their names
+# Of a `TimedAction`; an estimate does not ask their names.
+TimedActionFields = tuple[float, float, float, float, PassTimes, str, float]
 
 
 @dataclass(slots=True)
@@ -296,11 +297,11 @@ def _begin_gathers(
 
 def _replay_step(
     table: CostTable, stages: tuple[Stage, ...], *, ordered: OrderedSchedule
-) -> tuple[tuple[RankClock, ...], list[RunFields]]:
+) -> tuple[tuple[RankClock, ...], list[TimedActionFields]]:
     """The clocks at the end of the step, and the run of each action."""
     clocks = tuple(RankClock() for _ in range(table.mesh.pp))
     passes = _passes(table, stages, ordered=ordered, clocks=clocks)
-    runs: list[RunFields] = []
+    runs: list[TimedActionFields] = []
     stops_s: list[float] = []
     goes_ahead = receives_ahead(table.mesh.schedule)
     ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive
@@ -347,11 +348,11 @@ class Replay:
     ordered: OrderedSchedule
     stages: tuple[Stage, ...]
     clocks: tuple[RankClock, ...]
-    run_fields: list[RunFields]
+    run_fields: list[TimedActionFields]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[TimedAction]:
         """The run of each action."""
-        return list(starmap(Run, self.run_fields))
+        return list(starmap(TimedAction, self.run_fields))
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.rank == rank)

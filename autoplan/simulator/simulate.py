@@ -28,7 +28,7 @@ from dataclasses import replace
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
 from autoplan.simulator.rank_memory import largest_moments, memories, moment_after, moments, needed_parts
-from autoplan.simulator.replay import RankClock, Replay, Run, Stage, replay_plan
+from autoplan.simulator.replay import RankClock, Replay, Stage, TimedAction, replay_plan
 from autoplan.simulator.shared_step import slowest_of
 
 
@@ -139,7 +139,7 @@ def _timeline(table: CostTable, replay: Replay) -> tuple[TimelineEvent, ...]:
 
 
 def _events_of(
-    replay: Replay, place: int, run: Run, *, rank: int, since_s: float, until_s: float
+    replay: Replay, place: int, run: TimedAction, *, rank: int, since_s: float, until_s: float
 ) -> list[TimelineEvent]:
     """The boxes of one action: itself, its communication, what is left of that up to `until_s`, what it receives.
 

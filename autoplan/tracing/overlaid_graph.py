@@ -62,13 +62,13 @@ class Trace:
     answers: Answers
 
     @property
-    def run(self) -> Run:
+    def run(self) -> TracedRun:
         """The trace as the second of two runs."""
-        return Run(self.program.graph, self.model, self.batch)
+        return TracedRun(self.program.graph, self.model, self.batch)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TracedRun:
     """The operators of one run of a model, however they were found, and what they were made from."""
 
     graph: torch.fx.Graph
@@ -89,7 +89,7 @@ class NumbersDiffer(TraceError):
         self.node, self.cause = node, cause
 
 
-def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
+def overlay(source: ModelSource, first: Trace, second: TracedRun) -> OpGraph:
     """The graph of a model, from its trace at batch size `BATCH_A` and its run at `BATCH_B`.
 
     Raises: TraceError when they do not fit together, or the loss is none; NumbersDiffer where a number does not fit.
@@ -303,7 +303,7 @@ def _check_loss(where: str, loss: str, ops: tuple[Op, ...], *, has_loss_fn: bool
         )
 
 
-def _graph_inputs(first: Trace, second: Run, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
+def _graph_inputs(first: Trace, second: TracedRun, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
     user_inputs = set(first.program.graph_signature.user_inputs)
     nodes = [n for n in first.program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
     leaves_a = [(path, a) for path, a in pytree.tree_flatten_with_path(first.batch)[0] if isinstance(a, torch.Tensor)]

@@ -46,7 +46,7 @@ from autoplan.tracing.local_modules import check_model_file, search_beside
 from autoplan.tracing.meta_autocast import autocast_on_meta
 from autoplan.tracing.model_building import build_users_model
 from autoplan.tracing.operand_dtypes import check_operands
-from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
+from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Trace, TracedRun, overlay
 from autoplan.tracing.places import calling_place, escaping_place
 from autoplan.tracing.refused_writes import refuse_what_autograd_refuses, writes_numbers
 from autoplan.tracing.returned_loss import check_returned
@@ -175,13 +175,13 @@ def trace_model(source: ModelSource) -> OpGraph:
     return replace(graph, waits_at=waits_at, synchronizes_batch_norm=synchronizes_batch_norm(first.model))
 
 
-def _second_run(source: ModelSource, first: Trace) -> Run | None:
+def _second_run(source: ModelSource, first: Trace) -> TracedRun | None:
     """The other batch size as a recorded run; None where only an export can tell what it is."""
     model, batch = _build_model(source), meta_batch(source, BATCH_B)
     answers = _answers(source, BATCH_B) if first.answers else {}
     with _on_meta(), shapes_without_values(), ValuesAsOperators(), Answering(answers):
         graph = record_run(_WithLoss(model, source), batch, like=first)
-    return Run(graph, model, batch) if graph is not None else None
+    return TracedRun(graph, model, batch) if graph is not None else None
 
 
 # ---------------------------------------------------------------- one trace
