@@ -11,6 +11,9 @@ import torch
 from distributed import tiny_gpt, tiny_norm
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
@@ -25,7 +28,7 @@ from autoplan.runtime.update.learning_rate import (
     step_scheduler,
 )
 from autoplan.runtime.update.loss_scale import GROWTH_STEPS, LossScale
-from autoplan.runtime.update.optimizer import OptimizerError, build_optimizer_of
+from autoplan.runtime.update.optimizer import OptimizerError, build_optimizer_of, hasten
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 PLAIN = Config(precision="fp64", micro_batch_size=2, n_micro_batches=2, blocks=BLOCKS)
@@ -157,6 +160,45 @@ def test_optimizers_of_torch_pass(build_optimizer):
     parameters = [torch.nn.Parameter(torch.ones(2))]
     found = build_optimizer_of(SimpleNamespace(build_optimizer=build_optimizer), parameters, 1.0)
     assert isinstance(found, build_optimizer)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_of_the_user_is_handed_the_elements_of_its_rank_and_keeps_sharded_state(kind):
+    sharded, whole = (torch.nn.Linear(3, 5) for _ in range(2))
+    whole.load_state_dict(sharded.state_dict())
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    model_file = SimpleNamespace(build_optimizer=lambda p: kind([{"params": p[:1]}, {"params": p[1:], "lr": 0.1}]))
+    optimizer = build_optimizer_of(model_file, list(sharded.parameters()), 1.0)
+    alone = kind([{"params": [whole.weight]}, {"params": [whole.bias], "lr": 0.1}])
+    for each in (sharded, whole):
+        each(torch.ones(2, 3)).square().sum().backward()
+    handed = [[] for _ in range(6)]
+    for group in optimizer.param_groups:
+        optimizer._init_group(group, *handed)
+    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensors in handed for tensor in tensors)
+    for _ in range(2):
+        optimizer.step()
+        alone.step()
+    for (name, parameter), expected in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), expected), name
+        assert isinstance(optimizer.state[parameter]["exp_avg"], DTensor)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_cuda", "expected"),
+    [
+        ({}, True, True),
+        ({}, False, None),
+        ({"foreach": True}, True, None),
+        ({"fused": False}, True, False),
+        ({"differentiable": True}, True, None),
+    ],
+)
+def test_adam_of_the_user_is_one_kernel_on_a_gpu_unless_that_says_how(asked, is_cuda, expected):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **asked)
+    optimizer.param_groups[0]["params"] = [SimpleNamespace(is_cuda=is_cuda)]
+    assert hasten(optimizer).param_groups[0]["fused"] is expected
 
 
 def test_an_optimizer_that_wants_names_is_told_that_there_are_none():
