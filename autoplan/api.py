@@ -95,9 +95,10 @@ def discover_rules(
 
     from autoplan.tensor_parallel import rule_discovery
     from autoplan.tracing import trace  # which takes seconds, only now
+    from autoplan.tracing.model_source import model_source
 
     with while_tracing or nullcontext():
-        graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its ops
+        graph = trace.trace_model(model_source(path, dict(overrides)))  # not cached: the file defines its ops
     targets = ops or ops_without_rule(graph, rule_files=rules)
     return rule_discovery.rules_text(rule_discovery.discover_rules(graph, targets))
 
@@ -147,7 +148,8 @@ def measurement_folder(
         raise UsageError(f"profile: memory_format: found {memory_format!r}\n  expected: one of {expected}")
     path, overrides = model_file(model, overrides or {})
 
-    from autoplan.tracing.trace import example_batch, model_source  # which takes seconds, only now
+    from autoplan.tracing.model_source import model_source
+    from autoplan.tracing.trace import example_batch  # which takes seconds, only now
 
     with while_tracing or nullcontext():
         graph = trace_model(path, overrides=overrides)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from autoplan.runtime import ParallelModel
     from autoplan.search.result import SearchResult
-    from autoplan.tracing.trace import ModelSource
+    from autoplan.tracing.model_source import ModelSource
 
 
 def trace(
@@ -52,8 +52,9 @@ def trace(
         raise UsageError("trace: batch: found None\n  expected: (inputs, targets)\n  fix: give an example of both")
     from autoplan.analysis.padded_head import with_padded_head
     from autoplan.tracing import trace as tracing
+    from autoplan.tracing.model_source import module_source
 
-    source = tracing.module_source(model, batch, loss_fn)
+    source = module_source(model, batch, loss_fn)
     return with_padded_head(_run_modules(source, model) if module_level else tracing.trace_model(source))
 
 

@@ -30,7 +30,8 @@ from autoplan.measured_profile.segment_key import assignment_key, content_key
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.sharding import read_sharding
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 RESULTS = Path(__file__).parent / "results"
 HARDWARE, RULES = load_hardware_profile("dgx_h100_x8"), load_rules()

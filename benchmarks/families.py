@@ -132,7 +132,8 @@ def measure(model: str) -> None:
     from autoplan.rules import load_rules
     from autoplan.solver.solve import minimize
     from autoplan.tensor_parallel.sharding import shard_graph
-    from autoplan.tracing.trace import model_source, trace_model
+    from autoplan.tracing.model_source import model_source
+    from autoplan.tracing.trace import trace_model
 
     file, overrides = MODELS[model]
     started_s = time.perf_counter()

@@ -143,7 +143,8 @@ def as_traced(plan, graph):
 
 @functools.cache
 def unpadded_graph(file: Path, overrides: tuple[tuple[str, object], ...]):
-    from autoplan.tracing.trace import model_source, trace_model
+    from autoplan.tracing.model_source import model_source
+    from autoplan.tracing.trace import trace_model
 
     return trace_model(model_source(file, dict(overrides)))
 

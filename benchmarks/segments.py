@@ -19,7 +19,8 @@ from autoplan.hardware import load_hardware_profile
 from autoplan.measured_profile.segment_key import content_key
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.sharding import read_sharding
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODELS = {"llama 1b": ("llama.py", "1b"), "llama 8b": ("llama.py", "8b"), "gpt 1.5b": ("gpt.py", "1.5b")}

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MAKE_BATCH = "def make_batch(n):\n    return torch.zeros(n, 4), torch.zeros(n, 4)\n"

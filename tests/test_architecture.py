@@ -29,6 +29,7 @@ TORCH_PLACES = (
         for name in (
             "known_branches",
             "meta_autocast",
+            "model_source",
             "refused_writes",
             "second_run",
             "shapes_by_values",

@@ -13,7 +13,8 @@ from autoplan.cost.price import make_pricer
 from autoplan.hardware import CollectiveTimes, load_hardware_profile
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 INTERLEAVED = {"schedule": "interleaved", "n_chunks": 2}
 

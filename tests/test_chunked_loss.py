@@ -30,7 +30,8 @@ from autoplan.runtime.stages.chunked_loss import defer_products
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
 from autoplan.space.priced import price_plan, priced_space
-from autoplan.tracing.trace import load_model_file, model_source, trace_model
+from autoplan.tracing.model_source import load_model_file, model_source
+from autoplan.tracing.trace import trace_model
 
 LLAMA = EXAMPLES / "llama.py"
 PROFILE = load_hardware_profile("dgx_a100_x8", n_hosts=1)

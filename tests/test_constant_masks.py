@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from autoplan.graph import Ref
-from autoplan.tracing.trace import module_source, trace_model
+from autoplan.tracing.model_source import module_source
+from autoplan.tracing.trace import trace_model
 
 TOKENS = 300  # more than bfloat16 can count
 

@@ -27,7 +27,8 @@ from autoplan.tensor_parallel.expert_rows import GROUPED_PRODUCT, with_ends_firs
 from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tensor_parallel.sharding import shard_graph
 from autoplan.tensor_parallel.split_names import splits
-from autoplan.tracing.trace import module_source, trace_model
+from autoplan.tracing.model_source import module_source
+from autoplan.tracing.trace import trace_model
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 DEAR_S = 1.0  # beside prices of microseconds

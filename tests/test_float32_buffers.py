@@ -23,7 +23,8 @@ from autoplan.hardware import load_hardware_profile
 from autoplan.rules import load_rules
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
 from autoplan.runtime.building.buffers import cast_buffers
-from autoplan.tracing.trace import module_source, trace_model
+from autoplan.tracing.model_source import module_source
+from autoplan.tracing.trace import trace_model
 
 FAMILIES = Path(__file__).parent / "families"
 WIDTH, LENGTH = 4, 6

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from autoplan import api
 from autoplan.errors import TraceError
 from autoplan.options import Options
-from autoplan.tracing.trace import module_source, trace_model
+from autoplan.tracing.model_source import module_source
+from autoplan.tracing.trace import trace_model
 
 MODEL = """
 import torch

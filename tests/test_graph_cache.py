@@ -6,7 +6,8 @@ import pytest
 
 from autoplan import user_cache
 from autoplan.tracing.graph_cache import cached_graph
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 MODEL = (Path(__file__).parent.parent / "examples" / "mlp.py").read_text()
 

@@ -14,7 +14,8 @@ from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.options import Options
 from autoplan.runtime.input_pipeline.model_calls import call_model
 from autoplan.tracing.hugging_face import model_file_text, write_model_file
-from autoplan.tracing.trace import load_model_file, model_source, trace_model
+from autoplan.tracing.model_source import load_model_file, model_source
+from autoplan.tracing.trace import trace_model
 
 DECODER = {
     "vocab_size": 64,

@@ -16,8 +16,9 @@ from autoplan.errors import TraceError
 from autoplan.graph import WRITES_BATCH
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
 from autoplan.runtime.stages.recompute import apply_recompute
+from autoplan.tracing.model_source import ModelSource
 from autoplan.tracing.module_level import trace_modules
-from autoplan.tracing.trace import ModelSource, trace_model
+from autoplan.tracing.trace import trace_model
 
 TOLERANCE = 1e-9
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))

@@ -20,7 +20,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Execution, Mesh
 from autoplan.rules import load_rules
 from autoplan.space.layouts import all_shardings
-from autoplan.tracing.trace import load_model_file
+from autoplan.tracing.model_source import load_model_file
 
 WIDTH, N_BLOCKS, BATCH = 16, 3, 5
 ONE = 4 * WIDTH * BATCH  # bytes of a value in float32

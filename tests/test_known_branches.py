@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.errors import TraceError
-from autoplan.tracing.trace import ModelSource, module_source, trace_model
+from autoplan.tracing.model_source import ModelSource, module_source
+from autoplan.tracing.trace import trace_model
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 

@@ -13,7 +13,8 @@ from autoplan import api
 from autoplan.errors import InputError
 from autoplan.options import Options
 from autoplan.runtime.building.known_values import KnownValues, NumbersOnHost, build_on_meta
-from autoplan.tracing.trace import load_model_file, model_source, trace_model
+from autoplan.tracing.model_source import load_model_file, model_source
+from autoplan.tracing.trace import trace_model
 
 MODEL = """
 import copy, math

@@ -12,7 +12,7 @@ from autoplan.live import live_program, parallelize, trace
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.runtime import Checkpoints
 from autoplan.runtime.input_pipeline.same_batch import _digest
-from autoplan.tracing.trace import load_model_file
+from autoplan.tracing.model_source import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HARDWARE = "dgx_a100_x8"

@@ -36,7 +36,8 @@ from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.ops import beside_ops_text, ops_text
 from autoplan.rules import load_rules
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 
 def event(name: str, number: int, device_us: float, *shapes: list[int]) -> SimpleNamespace:

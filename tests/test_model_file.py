@@ -6,8 +6,9 @@ from model_texts import LOSS, MAKE_BATCH, model_text, trace_example, write
 from torch import nn
 
 from autoplan.errors import InputError, TraceError, UsageError
+from autoplan.tracing.model_source import ModelSource, load_model_file, model_source
 from autoplan.tracing.module_level import trace_modules
-from autoplan.tracing.trace import ModelSource, load_model_file, model_source, trace_model
+from autoplan.tracing.trace import trace_model
 
 
 def test_a_model_file_without_build_model_names_what_it_has(tmp_path):

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoplan.analysis.model_flops import flops_per_sample
-from autoplan.tracing.trace import example_batch, model_source, module_source, trace_model
+from autoplan.tracing.model_source import model_source, module_source
+from autoplan.tracing.trace import example_batch, trace_model
 from autoplan.units import format_share
 
 ROOT = Path(__file__).parent.parent

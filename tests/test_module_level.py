@@ -18,8 +18,9 @@ from autoplan.live import parallelize
 from autoplan.options import Options
 from autoplan.rules import LocalCall, load_rules
 from autoplan.runtime.input_pipeline.batches import batch_slice, global_batch
+from autoplan.tracing.model_source import load_model_file, model_source, module_source
 from autoplan.tracing.module_level import trace_modules
-from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
+from autoplan.tracing.trace import trace_model
 
 ROOT = Path(__file__).parent.parent
 DATA_DEPENDENT = ROOT / "tests" / "families" / "data_dependent.py"

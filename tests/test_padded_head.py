@@ -23,7 +23,8 @@ from autoplan.parallel_plan import Mesh
 from autoplan.rules import LocalCall, load_rules
 from autoplan.runtime.stages.chunked_loss import defer_products
 from autoplan.runtime.stages.padded_head import CLASSES_OF_PADDED_ROWS, pad_classes, padded_linear
-from autoplan.tracing.trace import ModelSource, trace_model
+from autoplan.tracing.model_source import ModelSource
+from autoplan.tracing.trace import trace_model
 
 TOLERANCE = 1e-9
 N_STEPS = 2

@@ -24,7 +24,8 @@ from autoplan.parallel_plan import Mesh
 from autoplan.rules import LocalCall, load_rules
 from autoplan.search.meshes import SearchSpace, list_meshes
 from autoplan.tensor_parallel.op_strategies import legal_strategies
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 RULES = load_rules()
 PROFILE = load_hardware_profile("dgx_a100_x8", n_hosts=2)

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.errors import TraceError
-from autoplan.tracing.trace import ModelSource, trace_model
+from autoplan.tracing.model_source import ModelSource
+from autoplan.tracing.trace import trace_model
 
 
 def trace(forward):

@@ -19,7 +19,8 @@ from autoplan.report.plan import plan_report
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.rule_discovery import discover_rules, rules_text
 from autoplan.tracing import trace as tracing
-from autoplan.tracing.trace import module_source, trace_model
+from autoplan.tracing.model_source import module_source
+from autoplan.tracing.trace import trace_model
 from autoplan.what_if import asking
 
 MODEL = Path(__file__).parent / "families" / "custom_op.py"

@@ -25,7 +25,8 @@ from autoplan.layout import D, R, local_spec, sharded
 from autoplan.rules import forward_flops, load_rules, operand_names
 from autoplan.runtime.tensor_parallel import attention, collectives, experts, vocabulary
 from autoplan.tensor_parallel.op_strategies import legal_strategies
-from autoplan.tracing.trace import module_source, trace_model
+from autoplan.tracing.model_source import module_source
+from autoplan.tracing.trace import trace_model
 
 experts.use_float64_grouped_products()
 RULES = load_rules()

@@ -14,7 +14,8 @@ from autoplan.analysis.semantics import check_loss_average, ignored_target
 from autoplan.errors import InputError
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, check_steps, global_batch
 from autoplan.runtime.update.loss_average import total_count, weigh
-from autoplan.tracing.trace import load_model_file, model_source, trace_model
+from autoplan.tracing.model_source import load_model_file, model_source
+from autoplan.tracing.trace import trace_model
 
 FAMILIES = Path(__file__).parent / "families"
 IGNORED = -100

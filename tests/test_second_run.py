@@ -8,8 +8,10 @@ from torch import nn
 
 from autoplan.errors import TraceError
 from autoplan.tracing import trace
-from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, overlay
-from autoplan.tracing.trace import model_source, module_source, trace_model
+from autoplan.tracing.batches import BATCH_A, BATCH_B
+from autoplan.tracing.model_source import model_source, module_source
+from autoplan.tracing.overlaid_graph import overlay
+from autoplan.tracing.trace import trace_model
 
 FAMILIES = Path(__file__).parent / "families"
 BY_RECORD = ("unet", "decoder_hf")  # the second drops gradients

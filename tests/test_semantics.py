@@ -29,8 +29,9 @@ from autoplan.report.plan import plan_report, program_header
 from autoplan.search.meshes import Captures
 from autoplan.space.choices import codes
 from autoplan.space.priced import priced_space
+from autoplan.tracing.model_source import ModelSource
 from autoplan.tracing.module_level import trace_modules
-from autoplan.tracing.trace import ModelSource, trace_model
+from autoplan.tracing.trace import trace_model
 
 WIDTH, N_CLASSES = 4, 3
 ONE_PROCESS = Mesh(micro_batch_size=2)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from autoplan.tracing.trace import model_source, trace_model
+from autoplan.tracing.model_source import model_source
+from autoplan.tracing.trace import trace_model
 
 MODEL = """
 import torch

@@ -16,10 +16,11 @@ from autoplan.errors import InputError, TraceError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
 from autoplan.runtime.building.construction import build_whole_model
 from autoplan.runtime.building.known_values import KnownValues, build_on_meta
+from autoplan.tracing.model_source import ModelSource, load_model_file, model_source, module_source
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.overlaid_graph import input_path
 from autoplan.tracing.second_names import SECOND_NAMES
-from autoplan.tracing.trace import ModelSource, load_model_file, model_source, module_source, trace_model
+from autoplan.tracing.trace import trace_model
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_a_forward_that_takes_other_arguments_than_the_inputs_says_how_they_are_
 def test_no_weight_is_allocated_for_a_model_of_70_billion_parameters():
     code = (
         "import resource\nfrom pathlib import Path\n"
-        "from autoplan.tracing.trace import model_source, trace_model\n"
+        "from autoplan.tracing.model_source import model_source\nfrom autoplan.tracing.trace import trace_model\n"
         f"graph = trace_model(model_source(Path({str(EXAMPLES / 'llama.py')!r}), {{'size': '70b', 'n_layers': 2}}))\n"
         "print(graph.n_parameters(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )

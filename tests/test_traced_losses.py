@@ -8,8 +8,9 @@ from model_texts import LINEAR, MAKE_BATCH, write
 from torch import nn
 
 from autoplan.errors import InputError, TraceError
+from autoplan.tracing.model_source import model_source, module_source
 from autoplan.tracing.module_level import trace_modules
-from autoplan.tracing.trace import model_source, module_source, trace_model
+from autoplan.tracing.trace import trace_model
 
 F = nn.functional
 BCE, NLL = F.binary_cross_entropy_with_logits, F.nll_loss

@@ -18,7 +18,8 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Execution
 from autoplan.runtime.stages.compiled import compiled
 from autoplan.space.choices import executions
-from autoplan.tracing.trace import ModelSource, trace_model
+from autoplan.tracing.model_source import ModelSource
+from autoplan.tracing.trace import trace_model
 
 WIDTH, CPU = 4, torch.device("cpu")
 H200_X4 = load_hardware_profile("h200_x4")

@@ -99,9 +99,10 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
     def trace_now() -> OpGraph:
         from autoplan.tracing import module_level as modules
         from autoplan.tracing import trace
+        from autoplan.tracing.model_source import model_source
         from autoplan.tracing.optimizer_trial import with_optimizer
 
-        source = trace.model_source(path, dict(overrides))
+        source = model_source(path, dict(overrides))
         graph = modules.trace_modules(source) if module_level else trace.trace_model(source)
         return graph if source.build_optimizer is None else with_optimizer(graph, source.build_optimizer)
 

@@ -4,6 +4,8 @@
                --second_run------------> another ---------+--overlaid_graph--> ops --segments--> OpGraph
                --module_level (whole modules, where torch.export fails)------------------------> OpGraph
 
+model_source is what there is to trace, of a file or of a live module.
+
 constant_masks, known_branches, dissolved, in_place_writes, effects, refused_writes and host_reads are what a trace gets
 wrong or leaves out; shapes_by_values has the shapes that torch does not tell, meta_autocast the autocast that it lacks;
 given_values and written_slices are tensors that forward makes of numbers, or fills piece by piece; whole_dropout is

@@ -12,7 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
-from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B
+
+BATCH_A, BATCH_B = 2, 3  # the sizes that are traced
 
 
 def as_given(value: Any) -> Any:

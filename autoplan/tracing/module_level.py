@@ -49,20 +49,14 @@ from autoplan.graph import (
     Ref,
     TensorSpec,
 )
-from autoplan.tracing.batches import as_given, check_samples, check_written
+from autoplan.tracing.batches import BATCH_A, BATCH_B, as_given, check_samples, check_written
 from autoplan.tracing.dissolved import FREEZING, watch_dissolved
-from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
+from autoplan.tracing.model_source import ModelSource
+from autoplan.tracing.overlaid_graph import DTYPE, graph_parameters, input_path
 from autoplan.tracing.returned_loss import check_returned
 from autoplan.tracing.segments import block_path, split_segments
 from autoplan.tracing.sync_batch_norm import batch_norm_of_one_process, synchronizes_batch_norm
-from autoplan.tracing.trace import (
-    ModelSource,
-    call_model,
-    check_parameters,
-    in_traced_dtype,
-    meta_batch,
-    refuse_written,
-)
+from autoplan.tracing.trace import call_model, check_parameters, in_traced_dtype, meta_batch, refuse_written
 from autoplan.units import GiB
 from autoplan.user_errors import USERS_ERRORS, module_place, users_place, what_failed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,19 +27,17 @@ from autoplan.graph import (
     TensorSpec,
 )
 from autoplan.tensor_parallel.expert_rows import with_ends_first
+from autoplan.tracing.batches import BATCH_A, BATCH_B
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
 from autoplan.tracing.known_branches import Answers
+from autoplan.tracing.model_source import ModelSource
 from autoplan.tracing.returned_loss import LOSS
 from autoplan.tracing.same_operators import first_difference, live_nodes
 from autoplan.tracing.second_names import first_name
 from autoplan.tracing.segments import at_first_paths, block_runs, leaving_from_last, split_segments
 from autoplan.tracing.source_names import place_of, with_labels
 
-if TYPE_CHECKING:
-    from autoplan.tracing.trace import ModelSource
-
-BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16
 _AS_MODULES = "use --module-level, for data parallelism and ZeRO; or write it as tensor operations"
 _COUNT = "use a reduction such as mean(), or count the samples by one, x.new_ones(len(x), dtype=torch.float32).sum()"

@@ -16,18 +16,12 @@ branches on its dtype (T5 does) is planned as it runs in bfloat16. Attention mas
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import importlib.util
-import inspect
 import io
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,17 +30,16 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import DTYPE_BYTES, IN_PLACE, OWN_GRADIENTS, REPLACED, WRITES_BATCH, OpGraph
-from autoplan.tracing.batches import as_given, check_samples, check_written, plain
+from autoplan.tracing.batches import BATCH_A, BATCH_B, as_given, check_samples, check_written, plain
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.host_reads import waiting_place
 from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.known_branches import Answering, Answers, find_answers, known_buffers
-from autoplan.tracing.local_modules import check_model_file, search_beside
 from autoplan.tracing.meta_autocast import autocast_on_meta
-from autoplan.tracing.model_building import build_users_model
+from autoplan.tracing.model_source import ModelSource
 from autoplan.tracing.operand_dtypes import check_operands
-from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Trace, TracedRun, overlay
+from autoplan.tracing.overlaid_graph import DTYPE, NumbersDiffer, Trace, TracedRun, overlay
 from autoplan.tracing.places import calling_place, escaping_place
 from autoplan.tracing.refused_writes import refuse_what_autograd_refuses, writes_numbers
 from autoplan.tracing.returned_loss import check_returned
@@ -57,105 +50,11 @@ from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
 from autoplan.user_errors import (
     USERS_ERRORS,
-    check_takes,
-    import_failure,
     lacks_values,
     leaves_the_trace,
     made_batch,
     trace_failure,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """What a model file (or a library call) gives to trace.
-
-    Attributes:
-        where: what an error names: the path of the file, or the class of the module.
-        make_batch: batch size -> (inputs, targets).
-        loss_fn: None when the model returns its loss.
-        has_overrides: whether build_model is given --set values.
-        build_optimizer: the user's own, if any: parameters -> optimizer.
-        buffers: of a module that has values, those of its buffers.
-    """
-
-    name: str
-    where: str
-    build_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], tuple[Any, Any]]
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None
-    has_overrides: bool = False
-    build_optimizer: Callable[[Any], Any] | None = None
-    buffers: Callable[[], dict[str, torch.Tensor]] | None = None
-
-
-def load_model_file(path: Path) -> ModuleType:
-    """Import a model file and check that it has the required functions. It runs the user's code.
-
-    Raises: InputError when the file is missing, fails to import, or lacks a function, or one takes other arguments.
-    """
-    check_model_file(path)
-    search_beside(path)
-    spec = importlib.util.spec_from_file_location(f"autoplan_model_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except USERS_ERRORS as error:
-        raise InputError(import_failure(path, error)) from error
-    for name, signature in (
-        ("build_model", "(**overrides) -> nn.Module"),
-        ("make_batch", "(batch_size) -> (inputs, targets)"),
-    ):
-        if not callable(getattr(module, name, None)):
-            functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-            raise InputError.of(
-                f"{path}: {name}",
-                found="functions: " + (", ".join(functions) or "none"),
-                expected=f"a function {name}{signature}",
-                fix=f"add `def {name}` to the file; examples/mlp.py is the shortest example",
-            )
-    for name, arguments in (("build_optimizer", ("params",)), ("build_scheduler", ("optimizer", "n_steps"))):
-        if hasattr(module, name):
-            check_takes(getattr(module, name), name, arguments, where=str(path))
-    return module
-
-
-def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:
-    """The source to trace for a model file with `--set` overrides."""
-    module = load_model_file(path)
-    return ModelSource(
-        name=path.stem,
-        where=str(path),
-        build_model=lambda: build_users_model(module.build_model, overrides, path),
-        make_batch=module.make_batch,
-        loss_fn=getattr(module, "loss_fn", None),
-        has_overrides=bool(overrides),
-        build_optimizer=getattr(module, "build_optimizer", None),
-    )
-
-
-def module_source(
-    module: nn.Module, example_batch: tuple[Any, Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None
-) -> ModelSource:
-    """The source to trace for a live module; `example_batch` is (inputs, targets), first dim = batch."""
-
-    def make_batch(batch_size: int) -> tuple[Any, Any]:
-        return pytree.tree_map(lambda t: torch.zeros(batch_size, *t.shape[1:], dtype=t.dtype), as_given(example_batch))
-
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        meta = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-    return ModelSource(
-        name=type(module).__name__.lower(),
-        where=type(module).__name__,
-        build_model=lambda: copy.deepcopy(module, dict(memo)),
-        make_batch=make_batch,
-        loss_fn=loss_fn,
-        buffers=lambda: {name: own.cpu() for name, own in module.named_buffers() if not own.is_meta},
-    )
 
 
 def trace_model(source: ModelSource) -> OpGraph:

@@ -91,8 +91,9 @@ def graph_of(model: str) -> OpGraph:
 
 
 def _traced(model: str) -> OpGraph:
+    from autoplan.tracing.model_source import model_source
     from autoplan.tracing.module_level import trace_modules
-    from autoplan.tracing.trace import model_source, trace_model
+    from autoplan.tracing.trace import trace_model
 
     file, overrides = MODELS[model]
     trace = trace_modules if model in MODULE_LEVEL else trace_model
