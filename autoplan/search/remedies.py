@@ -1,7 +1,7 @@
 """What would make an infeasible request feasible: changes, the cheapest first, each verified by searching again.
 
     another value for one thing that was fixed (`FIXES` in order)
-    ->  a batch near it, where the one asked for cannot be shared alike  ->  other values for all  ->  more hosts
+    ->  a batch near the one asked for, where that is not shared alike  ->  other values for all  ->  more hosts
 
 A value costs nothing and a host does, so hosts come last; giving up everything that was fixed is tried where no single
 thing is enough. Hosts are doubled until something fits, and the last step halved back to the fewest that do.
