@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from autoplan.errors import InputError, UsageError
+from autoplan.errors import InputError
 from autoplan.hardware import load_hardware_profile
 from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.hardware.file import PROFILE_PACKAGE
@@ -86,6 +86,17 @@ def test_a_wrong_cluster_is_answered_with_file_field_and_fix(mistake, write):
     assert re.search(r"found .*\n  expected: .+\n  fix: .+", str(error.value), re.DOTALL)
 
 
-def test_a_group_of_an_unknown_profile_names_the_nearest(write):
-    with pytest.raises(UsageError, match='did you mean "v100_x8"'):
-        load_cluster(write(MIXED.replace("v100_x8/4+ethernet_10g", "v10_x8")))
+@pytest.mark.parametrize(
+    ("profile", "found", "fix"),
+    [
+        ("v100x8", "'v100x8'", 'did you mean "v100_x8"?'),
+        ("v100_x8+ethernet_1g", "v100_x8.toml: network: found 'ethernet_1g'", 'did you mean "ethernet_10g"?'),
+        ("v100_x8/9", "devices of each host, v100_x8.toml: found 9", "write /8 or less"),
+    ],
+)
+def test_a_group_of_an_unknown_profile_is_a_bad_file_that_names_the_nearest(write, profile, found, fix):
+    with pytest.raises(InputError) as caught:
+        load_cluster(write(MIXED.replace("v100_x8/4+ethernet_10g", profile)))
+    assert caught.value.exit_code == 3
+    text = str(caught.value)
+    assert "mixed.toml: group[1].profile: " in text and found in text and fix in text
