@@ -85,6 +85,29 @@ def test_an_array_of_tables_in_place_of_a_table_is_named_without_what_is_in_it()
     assert message.startswith("my_box.toml: device: found 'an array of tables (1)'\n  expected: a table [device]\n")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "where", "name"),
+    [
+        ("n_devices = 2", "n_device = 2", "host.n_device", "n_devices"),
+        ('kind = "nvlink3"', 'kinds = "nvlink3"', "host_link.kinds", "kind"),
+        ('kind = "infiniband"', 'kinds = "infiniband"', "network.lab.kinds", "kind"),
+        ('ports = "1 per host"', 'port = "1 per host"', "network.lab.port", "ports"),
+        ('name = "toy"', 'names = "toy"', "device.names", "name"),
+        ("default_network =", "default_networks =", "default_networks", "default_network"),
+    ],
+)
+def test_a_required_key_that_is_misspelled_is_named(old, new, where, name):
+    message = message_of(changed(old, new))
+    assert message.startswith(f"my_box.toml: {where}: found ") and f'fix: did you mean "{name}"?' in message
+
+
+def test_a_required_key_that_is_missing_is_found_nowhere():
+    message = message_of(changed("n_devices = 2\n", ""))
+    assert message.startswith(
+        "my_box.toml: host.n_devices: found 'nothing'\n  expected: a whole number: devices of one"
+    )
+
+
 # --- shipped profiles ------------------------------------------------------------------------------------------
 
 

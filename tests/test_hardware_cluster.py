@@ -71,6 +71,7 @@ MISTAKES = {
     "no network": (MIXED[MIXED.index("[between]") :], "", ["between", "[between]"]),
     "rate in bytes": ('"400 Gbit/s"', '"400 GB/s"', ["between.rate_per_group", 'did you mean "400 Gbit/s"?']),
     "no source": ('"80 %", source = "by hand"', '"80 %"', ["between.bus_efficiency", "source"]),
+    "misspelt kind": ('kind = "ethernet"', 'kinds = "ethernet"', ["between.kinds", 'did you mean "kind"?']),
     "misspelt table": ("[between]", "[betwen]", ["betwen", 'did you mean "between"?']),
 }
 

@@ -191,8 +191,8 @@ def _group(table: Any, label: str, load: Callable[[str, int], HardwareProfile]) 
 
 
 def _between(table: Table, label: str, sources: Sources) -> GroupLink:
-    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
     figures = section(table, label, BETWEEN_FIELDS, others=("kind",), sources=sources)
+    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
     return GroupLink(
         name=kind,
         latency_s=figures["latency_per_step"].value,
