@@ -8,6 +8,7 @@ from autoplan.errors import InputError
 from autoplan.hardware import load_hardware_profile
 from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.hardware.file import PROFILE_PACKAGE
+from autoplan.hardware.usual import unusual_of_file
 
 MIXED = """
 description = "8 hosts of A100 and 4 halves of V100"
@@ -101,3 +102,9 @@ def test_a_group_of_an_unknown_profile_is_a_bad_file_that_names_the_nearest(writ
     assert caught.value.exit_code == 3
     text = str(caught.value)
     assert "mixed.toml: group[1].profile: " in text and found in text and fix in text
+
+
+def test_unusual_figures_of_groups_and_of_what_joins_them_are_named(write):
+    assert unusual_of_file(write(MIXED)) == ()
+    (said,) = unusual_of_file(write(MIXED.replace("400 Gbit/s", "400 Mbit/s")))
+    assert said.startswith("between.rate_per_group_one_direction is 400 Mbit/s, where 1 Gbit/s to ")

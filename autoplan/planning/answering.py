@@ -9,6 +9,7 @@ from autoplan.analysis.mixed_operands import fails_in_float64
 from autoplan.analysis.semantics import notes
 from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.hardware.cluster import Cluster, device_names, kinds_of, mean_price_usd_per_device_hour
+from autoplan.hardware.usual import unusual_of
 from autoplan.parallel_plan import Mesh
 from autoplan.plain_text import count
 from autoplan.planning.problem import global_batch_size
@@ -98,7 +99,7 @@ def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None) -> 
         values=_values(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
-        limits=(*_unused_network(hardware), *_unshared_batch(problem), *limits),
+        limits=(*unusual_of(hardware), *_unused_network(hardware), *_unshared_batch(problem), *limits),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(hardware.groups, peaks, strict=True)
