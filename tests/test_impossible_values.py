@@ -137,6 +137,8 @@ def test_ops_without_a_rule_are_reported_and_refused_under_strict(tmp_path: Path
 def test_fixing_what_a_model_does_not_have_exits_2(capsys) -> None:
     assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--fix", "batch_norm=synchronized"]) == 2
     assert "no BatchNorm" in capsys.readouterr().err
+    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--fix", "loss_average=global_batch"]) == 2
+    assert "--fix loss_average=global_batch: found 'a loss that is not one mean" in capsys.readouterr().err
     for fix in ("tp=2", "pp=2"):
         assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--module-level", "--fix", fix]) == 2
         assert f"--fix {fix} beside --module-level" in capsys.readouterr().err
