@@ -195,7 +195,8 @@ def test_meshes_of_a_smaller_cluster_are_meshes_of_a_larger_one() -> None:
     [
         (16, (1, 2, 4, 8), 1, 16),
         (1009, (1,), 1, 1008),  # a prime
-        (3, (1,), 1, 8),
+        (3, (1,), 1, None),  # 8 are far more
+        (6, (1, 2), 1, 8),
         (20, (1, 2, 4), 1, 16),  # as near as 24
         (100_003, (1,), 100_003, 100_000),  # a prime above 8192; 12500 for each are 6250 micro-batches of 2
         # 100003 for each: the next are 2 x 3 x 7 x 2381, of which 7143 micro-batches have 14, where 8192 ask for 13

@@ -132,7 +132,7 @@ def _unshared_batch(problem: Problem) -> tuple[str, ...]:
     near = nearest_shared_batch(batch, n_devices=n_devices)
     return (
         f"A global batch of {batch} can be shared by {count(most, 'data-parallel rank')} at most, not by all"
-        f" {n_devices} devices, as DDP and FSDP do; --global-batch {near} can be.",
+        f" {n_devices} devices, as DDP and FSDP do" + (f"; --global-batch {near} can be." if near else "."),
     )
 
 

@@ -51,7 +51,7 @@ def solve(problem: Problem) -> Answer:
 
 
 def _shared_batch(problem: Problem) -> int | None:
-    """The nearest batch that all devices share alike; None where that is the one asked for, or far from it.
+    """Another batch near the one asked for, which all devices share alike; None where that one is, or none is near.
 
     Groups of a mixed cluster share any batch, each as it can.
     """
@@ -61,7 +61,7 @@ def _shared_batch(problem: Problem) -> int | None:
         return None
     batch = global_batch_size(problem)
     near = nearest_shared_batch(batch, n_devices=problem.hardware.n_devices)
-    return near if near != batch and 2 * abs(near - batch) <= batch else None
+    return None if near == batch else near
 
 
 def _in_one_sentence(remedy: Remedy) -> str:

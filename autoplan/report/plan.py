@@ -448,7 +448,7 @@ def large_batch_text(answer: Answer) -> str:
     degrees = data_parallel_degrees(batch, n_devices=n_devices, n_devices_per_host=per_host)
     n_samples = least_micro_batch_size(batch, dp_degrees=degrees)
     near = nearest_shared_batch(batch, n_devices=n_devices)
-    n_of_near = least_micro_batch_size(near, dp_degrees=(n_devices,))
+    n_of_near = least_micro_batch_size(near, dp_degrees=(n_devices,)) if near else n_samples
     other = "A smaller --global-batch or more devices make them smaller."
     if n_of_near < n_samples:
         other = f"With --global-batch {near} they may have {count(n_of_near, 'sample')}."

@@ -349,17 +349,19 @@ def least_micro_batch_size(global_batch: int, *, dp_degrees: Iterable[int]) -> i
     return min(_sizes_of(global_batch // dp)[0] for dp in dp_degrees)
 
 
-def nearest_shared_batch(global_batch: int, *, n_devices: int) -> int:
+def nearest_shared_batch(global_batch: int, *, n_devices: int) -> int | None:
     """The nearest batch that all devices share alike, in micro-batches at most twice as large as `MAX_MICRO_BATCHES`
-    asks for; itself if it is one.
+    asks for; itself if it is one. None where it is further away than half of the batch.
     """
     below = global_batch // n_devices
     for distance in count():
         shares = (share for share in (below - distance, below + 1 + distance) if share > 0)
         for share in sorted(shares, key=lambda own: abs(own * n_devices - global_batch)):
+            if 2 * abs(share * n_devices - global_batch) > global_batch:
+                return None
             if _sizes_of(share)[0] <= 2 * -(-share // MAX_MICRO_BATCHES):
                 return share * n_devices
-    raise AssertionError("some share is a multiple of so many samples")
+    raise AssertionError("all are further away in the end")
 
 
 def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
@@ -446,7 +448,8 @@ def _explain_nothing(space: SearchSpace, options: Options, *, is_late: Callable[
     fix = "take a value that is named instead of one that is fixed"
     if not near_lines:
         near = nearest_shared_batch(space.global_batch, n_devices=space.n_devices)
-        batch = "change the global batch" if near == space.global_batch else f"take a global batch of {near}"
+        is_other = near not in (None, space.global_batch)
+        batch = f"take a global batch of {near}" if is_other else "change the global batch"
         fix = f"choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or {batch}"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
