@@ -72,7 +72,8 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     rate_per_uplink_one_direction = {...}          instead of it: all uplinks of one domain below    "12800 Gbit/s"
 
 `-` may be left out: unknown stays unknown. `*` may be left out: the generic figure in `shared.toml` is taken and
-marked "assumed" wherever the profile's sources are shown. All else is required.
+marked "assumed" wherever the profile's sources are shown. All else is required. `autoplan hw validate` and the report
+of a plan also name figures that are possible and that no machine is known to have (`autoplan.hardware.usual`).
 
 Networks in shared.toml: ethernet_10g, ethernet_100g, infiniband_100g, infiniband_200g, infiniband_400g, efa_400g, and
 leaf_spine_400g, an example of tiers. Rates of a network are divided by the devices of a host, so a host with one port

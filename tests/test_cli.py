@@ -113,7 +113,7 @@ def test_stopped_without_a_plan_exits_6(asked, infeasible: Answer) -> None:
 
 
 def test_without_a_plan_a_huge_batch_is_named_as_what_to_change(asked, capsys, infeasible: Answer) -> None:
-    # 10^9 samples on 4 devices: 250,000,000 each, in 8192 micro-batches of 30518 samples
+    # 10^9 samples on 4 devices: 2^7 x 5^9 each, in 2^6 x 5^3 = 8000 micro-batches of 2 x 5^6; 8192 would be 30518
     request = Request("toy.py", (), "toy_x4", 1, Options(global_batch=10**9))
     late = Rejection(infeasible.result.rejected[0].mesh, "time limit", "not examined in time")
     rejected = (*infeasible.result.rejected, late, late)
@@ -121,7 +121,7 @@ def test_without_a_plan_a_huge_batch_is_named_as_what_to_change(asked, capsys, i
     asked.answer = replace(infeasible, result=result, request=request)
     assert cli.run(PLAN) == 6
     out, err = capsys.readouterr()
-    assert "none has fewer than 30518 samples" in " ".join(out.split())
+    assert "none has fewer than 31250 samples. A smaller --global-batch or more devices" in " ".join(out.split())
     assert "1 of 3 combinations considered" in out and "2 not looked at" in out
     assert "every plan lacks" not in out  # which only all of them would prove
     assert "fix: raise --time-limit, or give a smaller --global-batch" in err

@@ -1,5 +1,6 @@
 """Hardware files: every shipped profile loads with its sources, and every wrong file says what is wrong."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan import api
+from autoplan import api, cli
 from autoplan.errors import AutoplanError, InputError, UsageError
 from autoplan.hardware import hardware_names, load_hardware_profile, validate_file
 from autoplan.hardware.file import build_hardware_profile, network_names
+from autoplan.hardware.usual import unusual_of, unusual_of_file
 from autoplan.options import Options
 from autoplan.overlap import Overlap
 from autoplan.registry import load_table
@@ -83,6 +85,29 @@ def message_of(text: str) -> str:
 def test_an_array_of_tables_in_place_of_a_table_is_named_without_what_is_in_it():
     message = message_of(changed("[device]", "[[device]]"))
     assert message.startswith("my_box.toml: device: found 'an array of tables (1)'\n  expected: a table [device]\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "name"),
+    [
+        ("n_devices = 2", "n_device = 2", "host.n_device", "n_devices"),
+        ('kind = "nvlink3"', 'kinds = "nvlink3"', "host_link.kinds", "kind"),
+        ('kind = "infiniband"', 'kinds = "infiniband"', "network.lab.kinds", "kind"),
+        ('ports = "1 per host"', 'port = "1 per host"', "network.lab.port", "ports"),
+        ('name = "toy"', 'names = "toy"', "device.names", "name"),
+        ("default_network =", "default_networks =", "default_networks", "default_network"),
+    ],
+)
+def test_a_required_key_that_is_misspelled_is_named(old, new, where, name):
+    message = message_of(changed(old, new))
+    assert message.startswith(f"my_box.toml: {where}: found ") and f'fix: did you mean "{name}"?' in message
+
+
+def test_a_required_key_that_is_missing_is_found_nowhere():
+    message = message_of(changed("n_devices = 2\n", ""))
+    assert message.startswith(
+        "my_box.toml: host.n_devices: found 'nothing'\n  expected: a whole number: devices of one"
+    )
 
 
 # --- shipped profiles ------------------------------------------------------------------------------------------
@@ -469,3 +494,47 @@ def test_the_list_of_profiles_names_every_network_that_any_of_them_may_have() ->
     assert ", ".join(network_names()) in text
     for name in network_names():
         assert load_hardware_profile(f"dgx_a100_x8+{name}", n_hosts=2).networks
+
+
+# --- figures that are possible and not usual -------------------------------------------------------------------
+
+NOT_TOLD = {"half_rate_size"}  # a thousandth of it; measured links have as little
+FIGURE = re.compile(r'^(\w+) = \{ value = "([\d.]+) ([^"%]+)"', re.M)
+
+
+@pytest.mark.parametrize("name", [*hardware_names(), *(f"dgx_a100_x8+{network}" for network in network_names())])
+def test_of_a_shipped_profile_no_figure_is_unusual(name):
+    assert unusual_of(load_hardware_profile(name, n_hosts=36)) == ()
+
+
+@pytest.mark.parametrize("factor", [1000, 0.001])
+@pytest.mark.parametrize("figure", tuple(FIGURE.finditer(TOY)), ids=lambda match: match[1])
+def test_a_figure_that_is_off_by_1000_is_refused_or_named_with_its_range(write, figure, factor):
+    key, number = figure[1], f"{float(figure[2]) * factor:g}"
+    path = write(TOY[: figure.start(2)] + number + TOY[figure.end(2) :])
+    try:
+        validate_file(path)
+    except InputError as error:
+        assert key in str(error) or "bus_rate" in str(error)  # which is above the rate of its link
+        return
+    warnings = unusual_of_file(Path(path))
+    assert [f"{key} is {number} {figure[3]}, where" in text for text in warnings] == [True] or key in NOT_TOLD
+
+
+def test_validate_and_plan_name_an_unusual_figure_and_take_it(write, capsys):
+    fp32 = '[device.peak]\nfp32 = { value = "20 TFLOP/s", source = "by hand" }'
+    path = write(changed('"1000 GB/s"', '"1 GB/s"').replace("[device.peak]", fp32))
+    said = "device.memory_bandwidth is 1 GB/s, where 10 GB/s to 20 TB/s is usual: is its unit right?"
+    assert cli.run(["hw", "validate", path]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{path}: valid (my_box)\n" and err == f"warning: {path}: {said}\n"
+    assert cli.run(["hw", "validate", path, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == [said]
+    mlp = Path(__file__).parent.parent / "examples" / "mlp.py"
+    options = Options(global_batch=8, fix=(("dp", "2"), ("tp", "1"), ("pp", "1")))
+    assert said in api.decide(api.make_problem(mlp, hw=path, options=options)).workload.limits
+
+
+def test_of_a_processor_nothing_is_unusual(write):
+    text = changed('name = "toy"', 'name = "CPU"').replace('"1000 GB/s"', '"5 GB/s"')
+    assert unusual_of_file(Path(write(text))) == unusual_of(load_hardware_profile(write(text))) == ()

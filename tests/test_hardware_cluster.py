@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from autoplan.errors import InputError, UsageError
+from autoplan.errors import InputError
 from autoplan.hardware import load_hardware_profile
 from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.hardware.file import PROFILE_PACKAGE
+from autoplan.hardware.usual import unusual_of_file
 
 MIXED = """
 description = "8 hosts of A100 and 4 halves of V100"
@@ -71,6 +72,7 @@ MISTAKES = {
     "no network": (MIXED[MIXED.index("[between]") :], "", ["between", "[between]"]),
     "rate in bytes": ('"400 Gbit/s"', '"400 GB/s"', ["between.rate_per_group", 'did you mean "400 Gbit/s"?']),
     "no source": ('"80 %", source = "by hand"', '"80 %"', ["between.bus_efficiency", "source"]),
+    "misspelt kind": ('kind = "ethernet"', 'kinds = "ethernet"', ["between.kinds", 'did you mean "kind"?']),
     "misspelt table": ("[between]", "[betwen]", ["betwen", 'did you mean "between"?']),
 }
 
@@ -86,6 +88,23 @@ def test_a_wrong_cluster_is_answered_with_file_field_and_fix(mistake, write):
     assert re.search(r"found .*\n  expected: .+\n  fix: .+", str(error.value), re.DOTALL)
 
 
-def test_a_group_of_an_unknown_profile_names_the_nearest(write):
-    with pytest.raises(UsageError, match='did you mean "v100_x8"'):
-        load_cluster(write(MIXED.replace("v100_x8/4+ethernet_10g", "v10_x8")))
+@pytest.mark.parametrize(
+    ("profile", "found", "fix"),
+    [
+        ("v100x8", "'v100x8'", 'did you mean "v100_x8"?'),
+        ("v100_x8+ethernet_1g", "v100_x8.toml: network: found 'ethernet_1g'", 'did you mean "ethernet_10g"?'),
+        ("v100_x8/9", "devices of each host, v100_x8.toml: found 9", "write /8 or less"),
+    ],
+)
+def test_a_group_of_an_unknown_profile_is_a_bad_file_that_names_the_nearest(write, profile, found, fix):
+    with pytest.raises(InputError) as caught:
+        load_cluster(write(MIXED.replace("v100_x8/4+ethernet_10g", profile)))
+    assert caught.value.exit_code == 3
+    text = str(caught.value)
+    assert "mixed.toml: group[1].profile: " in text and found in text and fix in text
+
+
+def test_unusual_figures_of_groups_and_of_what_joins_them_are_named(write):
+    assert unusual_of_file(write(MIXED)) == ()
+    (said,) = unusual_of_file(write(MIXED.replace("400 Gbit/s", "400 Mbit/s")))
+    assert said.startswith("between.rate_per_group_one_direction is 400 Mbit/s, where 1 Gbit/s to ")

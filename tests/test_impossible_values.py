@@ -67,7 +67,7 @@ def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsy
         (
             ["--hw", "dgx_a100_x8", "--fix", "dp=3"],
             "--fix dp=3: found 3 devices",
-            "a divisor of a number of devices that a plan on 8 may use",
+            "a divisor of 1, 2, 4 or 8 of the 8 devices, which a plan may use",
             "use dp of 1, 2, 4, 8",
         ),
         (
@@ -79,8 +79,14 @@ def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsy
         (  # plans for 2 of 3 hosts leave one idle, but none is for a host and a half
             ["--hw", "dgx_a100_x8", "--hosts", "3", "--fix", "tp=4,dp=3,pp=1"],
             "--fix tp=4,dp=3,pp=1: found 4 x 3 x 1 = 12 devices",
-            "as many devices as a plan on 24 may use",
+            "1, 2, 4, 8, 16 or 24 of the 24 devices, which a plan may use",
             "use tp x dp x pp of 2, 4, 8, 16",
+        ),
+        (  # of 17 hosts there is no plan: up to 16 any number, then every second
+            ["--hw", "dgx_a100_x8", "--hosts", "64", "--fix", "tp=8,dp=17,pp=1"],
+            "--fix tp=8,dp=17,pp=1: found 8 x 17 x 1 = 136 devices",
+            "1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, ... or 512 of the 512 devices, which a plan may use",
+            "use tp x dp x pp of 120, 128, 144, 160",
         ),
         (
             ["--hw", "dgx_a100_x8", "--global-batch", "24", "--fix", "dp=4,micro_batch=16"],
@@ -131,6 +137,8 @@ def test_ops_without_a_rule_are_reported_and_refused_under_strict(tmp_path: Path
 def test_fixing_what_a_model_does_not_have_exits_2(capsys) -> None:
     assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--fix", "batch_norm=synchronized"]) == 2
     assert "no BatchNorm" in capsys.readouterr().err
+    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--fix", "loss_average=global_batch"]) == 2
+    assert "--fix loss_average=global_batch: found 'a loss that is not one mean" in capsys.readouterr().err
     for fix in ("tp=2", "pp=2"):
         assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--module-level", "--fix", fix]) == 2
         assert f"--fix {fix} beside --module-level" in capsys.readouterr().err

@@ -282,7 +282,9 @@ def test_files_are_a_configuration_and_a_page_for_each_target() -> None:
 
 def test_a_wrong_target_or_a_missing_folder_is_refused() -> None:
     known = "torchtitan, megatron, deepspeed, accelerate"
-    with pytest.raises(UsageError, match=f"found 'jax'\n  expected: {known}\n  fix: --out DIR"):
+    with pytest.raises(UsageError, match=f"found 'jax'\n  expected: one of {known}\n  fix: use one of these$"):
         check_targets(("jax",), out=Path("x"))
+    with pytest.raises(UsageError, match='found .mgatron.; did you mean "megatron"\\?\n.*\n  fix: use one of these$'):
+        check_targets(("mgatron",), out=None)
     with pytest.raises(UsageError, match="add --out DIR"):
         check_targets(("megatron",), out=None)

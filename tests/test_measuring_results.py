@@ -7,6 +7,8 @@ import sqlite3
 
 import pytest
 
+from autoplan.errors import MeasureError
+from autoplan.measure_model.run import run_measurements
 from autoplan.measuring_program.progress import Progress
 from autoplan.measuring_program.results import ResultCache, key_of, read_results
 
@@ -21,6 +23,16 @@ ROW = TASK | FIGURES
 
 def cache_at(path, *, seconds=0.35, model_text="", has_own_ops=False):
     return ResultCache(path, measured_with={"seconds": seconds}, model_text=model_text, has_own_ops=has_own_ops)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_measurement_that_fails_tells_of_its_results_where_there_are_any(tmp_path, is_begun: bool) -> None:
+    out = tmp_path / "measured.json"
+    if is_begun:
+        out.write_text("{}\n")
+    with pytest.raises(MeasureError, match="measuring ended with exit code 3") as caught:
+        run_measurements({"measure.py": ""}, out=out, device="cuda", start=lambda command: 3)
+    assert str(caught.value).endswith("profile again" + f": what is in {out} is not measured again" * is_begun)
 
 
 def test_figures_come_back_for_the_same_region_of_another_model(tmp_path) -> None:

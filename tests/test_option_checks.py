@@ -100,6 +100,12 @@ def test_a_file_that_is_not_there_is_told_alike_everywhere_and_before_torch_is_i
         assert re.search(rf"^autoplan: ({found})\n  expected: .*\n  fix: ", error, re.MULTILINE), command
 
 
+def test_measurements_that_are_missing_are_told_what_writes_them(capsys) -> None:
+    mlp = str(Path(__file__).parent.parent / "examples" / "mlp.py")
+    assert cli.run(["plan", mlp, "--hw", "dgx_a100_x8", "--profile", "no.json"]) == 3
+    assert "no.json: no such file\n  expected: what autoplan profile MODEL " in capsys.readouterr().err
+
+
 def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:
     with pytest.raises(errors.UsageError, match='did you mean "micro_batch"(.|\\n)*expected: .*\n  fix: '):
         check_options(Options(fix=parse_fix(["microbatch=2"])))

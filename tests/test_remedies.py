@@ -15,6 +15,7 @@ from autoplan import api
 from autoplan.errors import InfeasibleError
 from autoplan.options import Options
 from autoplan.planning.problem import Problem
+from autoplan.report.plan import plan_report
 from autoplan.search import search
 from autoplan.search.remedies import TIME_LIMIT_S, Retry, find_remedies
 from autoplan.search.result import SearchResult
@@ -22,6 +23,7 @@ from autoplan.search.result import SearchResult
 NOTHING = SearchResult("infeasible", None, (), (), (), None, 1, 0.0)
 SOMETHING = replace(NOTHING, status="optimal", best=make_candidate())
 ZERO = (("dp", "4"), ("zero", "0"))
+MLP = Path(__file__).parent.parent / "examples" / "mlp.py"
 LLAMA = Path(__file__).parent.parent / "examples" / "llama.py"
 LONG = {"size": "1b", "context": 32768}  # whose logits, whole, do not fit on a device of 40 GB
 
@@ -79,6 +81,24 @@ def test_everything_is_given_up_only_where_no_single_thing_is_enough() -> None:
     ]
     (found,) = find_remedies(options, n_hosts=64, retry=needs(2))
     assert (found.change, found.fix) == ("without dp=4, zero=0", ())
+
+
+def test_a_batch_that_all_devices_share_is_tried_before_everything_is_given_up() -> None:
+    def retry(options: Options, n_hosts: int) -> SearchResult:
+        return SOMETHING if options.global_batch == 1008 else NOTHING
+
+    options = Options(global_batch=1009, fix=ZERO)
+    (found,) = find_remedies(options, n_hosts=1, retry=retry, shared_batch=1008)
+    assert (found.change, found.fix) == ("a global batch of 1008 instead of 1009", ZERO)
+
+
+def test_a_prime_batch_that_does_not_fit_is_told_of_the_nearest_that_does() -> None:
+    options = Options(global_batch=10_000_019, fix=(("tp", "1"), ("pp", "1")))
+    answer = api.solve(api.make_problem(MLP, hw="dgx_a100_x8", options=options))
+    text = " ".join(plan_report(answer).split())
+    # 1250002 for each, which is 2 x 13 x 131 x 367: 4771 micro-batches of 262, where 8192 would be of 153
+    assert "none has fewer than 10000019 samples. With --global-batch 10000016 they may have 262 samples." in text
+    assert "a global batch of 10000016 instead of 10000019: " in text
 
 
 def test_hosts_and_what_was_fixed_are_given_up_together_as_the_last_resort() -> None:

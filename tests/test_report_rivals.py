@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from autoplan import api
 from autoplan.answers.answer import Answer, answer_to_json
 from autoplan.html_report.answer_page import plan_page
+from autoplan.options import Options
 from autoplan.parallel_plan import StagePlan
 from autoplan.report.explain import _signed_seconds, explain_report
 from autoplan.report.plan import plan_report, plan_table
 from autoplan.report.rivals import rivals_text
 from autoplan.search.result import OneDevice
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_the_next_best_says_how_it_runs_where_the_chosen_plan_runs_another_way(answer: Answer) -> None:
@@ -156,10 +161,16 @@ def test_plans_whose_columns_read_the_same_say_what_differs(answer: Answer, chos
     assert words[0] not in plan_table(alone)
 
 
-def test_recipes_that_the_batch_rules_out_are_said_to_be_missing(answer: Answer) -> None:
-    batch = answer.best.plan.mesh.global_batch_size
-    workload = replace(answer.workload, n_devices=batch + 1)
-    assert "no DDP" not in plan_table(replace(answer, workload=workload))  # whose recipes there are
-    hand_rule = replace(answer.result.baselines[0], baseline="hand rule")
-    others = replace(answer, workload=workload, result=replace(answer.result, baselines=(hand_rule,)))
-    assert f"\nno DDP and FSDP: {batch + 1} devices cannot share a batch of {batch} alike" in plan_table(others)
+@pytest.mark.parametrize(("batch", "most", "near"), [(1009, "1 data-parallel rank", 1008), (12, "4 data-parallel", 8)])
+def test_recipes_that_the_batch_rules_out_are_said_to_be_missing(batch: int, most: str, near: int) -> None:
+    options = Options(global_batch=batch, fix=(("tp", "1"), ("pp", "1")))
+    answer = api.decide(api.make_problem(EXAMPLES / "mlp.py", hw="dgx_a100_x8", options=options))
+    assert not {"DDP", "FSDP"} & {item.baseline for item in answer.result.baselines}
+    text = " ".join(plan_report(answer).split())
+    assert f"A global batch of {batch} can be shared by {most}" in text
+    assert f"not by all 8 devices, as DDP and FSDP do; --global-batch {near} can be." in text
+
+
+def test_of_a_batch_that_all_devices_share_nothing_is_said() -> None:
+    answer = api.decide(api.make_problem(EXAMPLES / "mlp.py", hw="dgx_a100_x8", options=Options(global_batch=1008)))
+    assert not any("can be shared" in limit for limit in answer.workload.limits)

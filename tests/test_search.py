@@ -256,6 +256,14 @@ def test_recipes_are_what_they_are_called() -> None:
     assert (meshes["hand rule"].tp, meshes["hand rule"].pp, meshes["hand rule"].dp) == (2, 1, 2)
 
 
+@pytest.mark.parametrize(("tp", "has_one"), [("2", True), ("1", False)])  # of hosts with two devices
+def test_the_hand_rule_is_left_out_where_the_layouts_of_another_degree_are_fixed(tp: str, has_one: bool) -> None:
+    toy = loose_toy()
+    only = with_space(toy, shardings=tuple(pair for pair in toy.space.shardings if pair[0] in (1, int(tp))))
+    names = [item.baseline for item in run(only, replace(EXACT, fix=(("tp", tp),))).baselines]
+    assert names == ["DDP", "FSDP", *["hand rule"] * has_one]
+
+
 def test_a_recipe_that_does_not_fit_is_still_reported_with_its_estimate() -> None:
     toy = replace(loose_toy(), memory_limit_bytes=2**20)
     baselines = run(toy).baselines

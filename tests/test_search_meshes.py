@@ -10,7 +10,15 @@ from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import SearchSpace
-from autoplan.search.meshes import device_counts, legal_tensor_degrees, list_meshes, tensor_degrees
+from autoplan.search.meshes import (
+    data_parallel_degrees,
+    device_counts,
+    least_micro_batch_size,
+    legal_tensor_degrees,
+    list_meshes,
+    nearest_shared_batch,
+    tensor_degrees,
+)
 
 SPACE = SearchSpace(
     n_devices=8,
@@ -180,3 +188,27 @@ def test_the_space_grows_with_the_cluster(n_hosts: int) -> None:
 
 def test_meshes_of_a_smaller_cluster_are_meshes_of_a_larger_one() -> None:
     assert set(meshes(replace(SPACE, n_devices=4))) < set(meshes())
+
+
+@pytest.mark.parametrize(
+    ("batch", "degrees", "n_samples", "near"),
+    [
+        (16, (1, 2, 4, 8), 1, 16),
+        (1009, (1,), 1, 1008),  # a prime
+        (3, (1,), 1, None),  # 8 are far more
+        (6, (1, 2), 1, 8),
+        (20, (1, 2, 4), 1, 16),  # as near as 24
+        (100_003, (1,), 100_003, 100_000),  # a prime above 8192; 12500 for each are 6250 micro-batches of 2
+        # 100003 for each: the next are 2 x 3 x 7 x 2381, of which 7143 micro-batches have 14, where 8192 ask for 13
+        (800_024, (1, 2, 4, 8), 100_003, 800_032),
+    ],
+)
+def test_the_nearest_batch_that_all_devices_share_has_small_micro_batches(batch, degrees, n_samples, near) -> None:
+    assert data_parallel_degrees(batch, n_devices=8, n_devices_per_host=8) == degrees
+    assert least_micro_batch_size(batch, dp_degrees=degrees) == n_samples
+    assert nearest_shared_batch(batch, n_devices=8) == near
+
+
+def test_nothing_legal_names_the_nearest_batch_that_all_devices_share() -> None:
+    with pytest.raises(InfeasibleError, match="fix: choose dp .* or take a global batch of 8\n?$"):
+        meshes(replace(SPACE, global_batch=7), max_micro_batch_size=0)

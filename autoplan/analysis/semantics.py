@@ -67,14 +67,14 @@ def ignored_target(graph: OpGraph) -> int | None:
     return int(argument(loss, position, "ignore_index", default=_DEFAULT_IGNORE_INDEX))
 
 
-def check_loss_average(graph: OpGraph, loss_average: str | None) -> None:
+def check_loss_average(graph: OpGraph, loss_average: str | None, *, error: type[InputError] = InputError) -> None:
     """Return when the loss can be averaged so.
 
-    Raises: InputError for "global_batch" unless the loss is one mean over all targets of the batch, so that the batch
+    Raises: `error` for "global_batch" unless the loss is one mean over all targets of the batch, so that the batch
         tells how many count.
     """
     if loss_average == "global_batch" and not _targets_are_those_of_the_batch(graph):
-        raise InputError.of(
+        raise error.of(
             "--fix loss_average=global_batch",
             found="a loss that is not one mean over the integer targets of the batch, as they are",
             expected="loss_fn to return F.cross_entropy(outputs, targets), of any shape, with reduction mean",

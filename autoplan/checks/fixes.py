@@ -15,10 +15,10 @@ from autoplan.options import Options
 def check_fixed(graph: OpGraph, options: Options) -> None:
     """Return when the model can have all that is fixed.
 
-    Raises: UsageError, or InputError for a loss that cannot be averaged so.
+    Raises: UsageError.
     """
     fix = dict(options.fix)
-    check_loss_average(graph, fix.get("loss_average"))
+    check_loss_average(graph, fix.get("loss_average"), error=UsageError)
     check_batch_norm(graph, fix.get("batch_norm"))
     _check_own_gradients(graph, fix)
     _check_replaced_weights(graph, fix)

@@ -167,15 +167,25 @@ def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host
     near = ", ".join(map(str, sorted(sorted(usable, key=lambda number: abs(number - product))[:4])))
     where = "--fix " + ",".join(f"{name}={degree}" for name, degree in degrees.items())
     text = " x ".join(map(str, degrees.values())) + (f" = {product}" if len(degrees) > 1 else "")
-    expected, more = f"as many devices as a plan on {n_devices} may use", ""
+    expected, more = f"{_listed(counts)} of the {n_devices} devices, which a plan may use", ""
     if product > n_devices:
         n_hosts = -(-product // n_devices_per_host)
         expected = f"at most {n_devices} devices, as the cluster has"
         more = f", or more hosts: --hosts {n_hosts}" if n_hosts <= MAX_HOSTS else ""
     elif not is_whole:
-        expected = f"a divisor of a number of devices that a plan on {n_devices} may use"
+        expected = f"a divisor of {expected}"
     name = " x ".join(degrees)
     raise UsageError(f"{where}: found {text} devices\n  expected: {expected}\n  fix: use {name} of {near}{more}")
+
+
+N_LISTED = 12  # numbers of devices in a message
+
+
+def _listed(counts: Iterable[int]) -> str:
+    """`1, 2, 4 or 8`; of very many the first and the last."""
+    *others, last = sorted(counts)
+    shown = [*map(str, others[:N_LISTED]), *["..."] * (len(others) > N_LISTED)]
+    return f"{', '.join(shown)} or {last}" if shown else str(last)
 
 
 def check_batch(options: Options, *, default_batch: int) -> None:

@@ -131,9 +131,14 @@ def hw_validate(file: Path, output_format: str) -> None:
     """Check a hardware profile or a mixed cluster of your own."""
     from autoplan.hardware import validate_file
     from autoplan.hardware.cluster import is_cluster_file, load_cluster
+    from autoplan.hardware.usual import unusual_of_file
 
     name = load_cluster(file).name if is_cluster_file(file) else validate_file(file).name
-    print_result(json_text({"valid": True, "name": name}) if output_format == "json" else f"{file}: valid ({name})")
+    warnings = unusual_of_file(file)
+    found = {"valid": True, "name": name, "warnings": warnings}
+    for warning in warnings:
+        click.echo(f"warning: {file}: {warning}", err=True)
+    print_result(json_text(found) if output_format == "json" else f"{file}: valid ({name})")
 
 
 @hw_group.command("measure")

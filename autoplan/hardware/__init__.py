@@ -9,7 +9,7 @@ Where the links of a host join several hosts (a rack of GB200), they are the fir
     devices --links[0] (NVLink)--> host of 4 --links[1] (NVLink)--> 18 hosts --links[2] (InfiniBand)--> racks
 
 file reads a hardware file with what fields says of each figure and networks of links beyond the host; cluster has
-groups of hosts of several kinds.
+groups of hosts of several kinds; usual says which figures no machine is known to have.
 """
 
 from __future__ import annotations

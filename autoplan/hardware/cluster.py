@@ -122,7 +122,7 @@ def is_cluster_file(name_or_path: str | Path) -> bool:
 def load_cluster(path: str | Path) -> Cluster:
     """The cluster that a file describes; see the module docstring for the schema.
 
-    Raises: InputError for a file that cannot be used, UsageError for a profile that does not exist.
+    Raises: InputError for a file that cannot be used, or that names a profile that does not exist.
     """
     name, where, text = read_path(Path(path))
 
@@ -184,12 +184,15 @@ def _group(table: Any, label: str, load: Callable[[str, int], HardwareProfile]) 
         raise InputError.of(
             f"{label}.n_hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix="count the hosts of the group"
         )
-    return load(profile, n_hosts)
+    try:
+        return load(profile, n_hosts)
+    except UsageError as error:  # which it would be on the command line
+        raise InputError(f"{label}.profile: {str(error).removeprefix('hardware: ')}") from error
 
 
 def _between(table: Table, label: str, sources: Sources) -> GroupLink:
-    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
     figures = section(table, label, BETWEEN_FIELDS, others=("kind",), sources=sources)
+    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
     return GroupLink(
         name=kind,
         latency_s=figures["latency_per_step"].value,

@@ -329,7 +329,8 @@ def inner_table(table: Table, label: str, key: str) -> Table:
     inner = table.get(key)
     if not isinstance(inner, dict):
         path = f"{label}.{key}" if ": " in label else f"{label}: {key}"
-        raise InputError.of(path, found=inner, expected=f"a table [{key}]", fix=LIKE_SHIPPED)
+        found = inner if key in table else "nothing"
+        raise InputError.of(path, found=found, expected=f"a table [{key}]", fix=LIKE_SHIPPED)
     return inner
 
 
@@ -342,5 +343,6 @@ def plain(table: Table, label: str, key: str, cls: type, purpose: str) -> Any:
     if not isinstance(value, cls) or isinstance(value, bool) or value == "":
         path = f"{label}.{key}" if ": " in label else f"{label}: {key}"
         word = "a text" if cls is str else "a whole number"
-        raise InputError.of(path, found=value, expected=f"{word}: {purpose}", fix=f"write {key} = ...")
+        found = value if key in table else "nothing"
+        raise InputError.of(path, found=found, expected=f"{word}: {purpose}", fix=f"write {key} = ...")
     return value

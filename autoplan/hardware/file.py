@@ -222,7 +222,6 @@ def build_hardware_profile(
     assumed = _shared()["assumed"]
     sources: Sources = []
     host_table = inner_table(table, where, "host")
-    host = _host_shape(table, where, n_devices_per_host)
     host_figures = section(
         host_table,
         f"{where}: host",
@@ -231,6 +230,7 @@ def build_hardware_profile(
         fallback=assumed["host"],
         sources=sources,
     )
+    host = _host_shape(table, where, n_devices_per_host)
     device = _device(inner_table(table, where, "device"), where, assumed["device"], sources)
     is_linked = host.n_used > 1 or min(n_hosts, host.n_joined) > 1
     links = []
@@ -360,16 +360,11 @@ def _own_links(table: Table, where: str, host: HostShape, n_hosts: int, sources:
 def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> LinkTier:
     label = f"{where}: host_link"
     kinds = _shared()["link_kind"]
+    others = ("kind", "n_hosts", "all_reduce_bus_rate_of_group", "times")
+    check_keys(table, label, (*HOST_LINK_FIELDS, *others))
     kind = plain(table, label, "kind", str, "sort of link between the devices of a host")
     check_choice(kind, kinds, f"{label}.kind")
-    figures = section(
-        table,
-        label,
-        HOST_LINK_FIELDS,
-        others=("kind", "n_hosts", "all_reduce_bus_rate_of_group", "times"),
-        fallback=kinds[kind],
-        sources=sources,
-    )
+    figures = section(table, label, HOST_LINK_FIELDS, others=others, fallback=kinds[kind], sources=sources)
     rate = figures["rate_per_device_one_direction"].value
     _check_known_rate(rate, kind, f"{label}.rate_per_device_one_direction")
     groups = _group_rates(table.get("all_reduce_bus_rate_of_group", {}), label, n_devices, sources)

@@ -102,8 +102,8 @@ def _reached(tiers: list[_Tier], label: str, host: HostShape, n_hosts: int, sour
 def _ports_tier(table: Table, label: str, host: HostShape, *, has_tiers: bool) -> _Tier:
     """The innermost tier: what the network ports of the hosts are plugged into."""
     sources: Sources = []
-    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
     figures = section(table, label, NETWORK_FIELDS, others=("kind", "ports", "n_hosts", "tier"), sources=sources)
+    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
     port_rate, bus_rate = (
         figures[field].value for field in ("rate_per_port_one_direction", "all_reduce_bus_rate_per_port")
     )
@@ -126,8 +126,8 @@ def _uplink_tier(table: Any, label: str, host: HostShape, below: _Tier, *, is_ou
     if not isinstance(table, dict):
         raise InputError.of(label, found=table, expected="a table", fix=LIKE_SHIPPED)
     sources: Sources = []
-    kind = plain(table, label, "kind", str, 'what joins the domains below: "spine", "site", ...')
     figures = section(table, label, TIER_FIELDS, others=("kind", "n_domains"), sources=sources)
+    kind = plain(table, label, "kind", str, 'what joins the domains below: "spine", "site", ...')
     ratio, rate = figures.get("oversubscription"), figures.get("rate_per_uplink_one_direction")
     if (ratio is None) == (rate is None):
         raise InputError.of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from autoplan.checks.options import nearest
 from autoplan.errors import UsageError
 from autoplan.interop.accelerate import accelerate_file
 from autoplan.interop.deepspeed import deepspeed_file
@@ -34,8 +35,10 @@ def check_targets(names: tuple[str, ...], *, out: Path | None) -> None:
     """
     for name in names:
         if name not in TARGETS:
-            known = ", ".join(TARGETS)
-            raise UsageError(f"--emit: found {name!r}\n  expected: {known}\n  fix: --out DIR writes autoplan's program")
+            raise UsageError(
+                f"--emit: found {name!r}{nearest(name, TARGETS)}\n  expected: one of {', '.join(TARGETS)}\n"
+                "  fix: use one of these"
+            )
         if out is None:
             raise UsageError(f"--emit {name}: nowhere to write\n  fix: add --out DIR; it writes into DIR/interop")
 

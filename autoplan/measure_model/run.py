@@ -52,9 +52,10 @@ def run_measurements(
         kept = [] if cache is None else ["--cache", str(cache.absolute())]
         code = start([sys.executable, script, "--device", device, "--out", str(out.absolute()), *kept])
     if code:
+        kept_text = f": what is in {out} is not measured again" if out.exists() else ""
         raise MeasureError(
             f"profile: measuring ended with exit code {code}; the lines above say why\n"
-            f"  fix: mend that and profile again: what is in {out} is not measured again"
+            f"  fix: mend that and profile again{kept_text}"
         )
     return [json.loads(line) for line in read_text_file(out).splitlines()]
 

@@ -9,7 +9,11 @@ from autoplan.analysis.mixed_operands import fails_in_float64
 from autoplan.analysis.semantics import notes
 from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.hardware.cluster import Cluster, device_names, kinds_of, mean_price_usd_per_device_hour
+from autoplan.hardware.usual import unusual_of
 from autoplan.parallel_plan import Mesh
+from autoplan.plain_text import count
+from autoplan.planning.problem import global_batch_size
+from autoplan.search.meshes import data_parallel_degrees, nearest_shared_batch
 from autoplan.search.result import SearchResult
 from autoplan.tensor_parallel.split_names import splits
 
@@ -95,7 +99,7 @@ def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None) -> 
         values=_values(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
-        limits=(*_unused_network(hardware), *limits),
+        limits=(*unusual_of(hardware), *_unused_network(hardware), *_unshared_batch(problem), *limits),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(hardware.groups, peaks, strict=True)
@@ -116,6 +120,20 @@ def _unused_network(hardware: HardwareProfile | Cluster) -> tuple[str, ...]:
     if isinstance(hardware, Cluster) or hardware.n_hosts > 1 or not hardware.other_network:
         return ()
     return (f"Nothing goes over {hardware.other_network}, which is between hosts: there is one; see --hosts.",)
+
+
+def _unshared_batch(problem: Problem) -> tuple[str, ...]:
+    """Where the batch leaves plans out, since not all devices can have as many samples: that, and the nearest other."""
+    hardware, batch = problem.hardware, global_batch_size(problem)
+    if isinstance(hardware, Cluster) or batch % hardware.n_devices == 0:
+        return ()
+    n_devices, per_host = hardware.n_devices, hardware.n_devices_per_host
+    most = max(data_parallel_degrees(batch, n_devices=n_devices, n_devices_per_host=per_host))
+    near = nearest_shared_batch(batch, n_devices=n_devices)
+    return (
+        f"A global batch of {batch} can be shared by {count(most, 'data-parallel rank')} at most, not by all"
+        f" {n_devices} devices, as DDP and FSDP do" + (f"; --global-batch {near} can be." if near else "."),
+    )
 
 
 def _peaks_flops_per_s(problem: Problem) -> list[float | None]:

@@ -36,13 +36,32 @@ def solve(problem: Problem) -> Answer:
     found: list[Remedy] = []
     stopped_by = answer.result.stopped_by
     try:
-        for remedy in find_remedies(problem.options, n_hosts=problem.hardware.n_hosts, retry=partial(_retry, problem)):
+        for remedy in find_remedies(
+            problem.options,
+            n_hosts=problem.hardware.n_hosts,
+            retry=partial(_retry, problem),
+            shared_batch=_shared_batch(problem),
+        ):
             found.append(remedy)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     first = _in_one_sentence(found[0]) if found else ""
     result = replace(answer.result, remedies=tuple(found), nearest_fix=first, stopped_by=stopped_by)
     return replace(answer, result=result)
+
+
+def _shared_batch(problem: Problem) -> int | None:
+    """Another batch near the one asked for, which all devices share alike; None where that one is, or none is near.
+
+    Groups of a mixed cluster share any batch, each as it can.
+    """
+    from autoplan.search.meshes import nearest_shared_batch
+
+    if isinstance(problem.hardware, Cluster):
+        return None
+    batch = global_batch_size(problem)
+    near = nearest_shared_batch(batch, n_devices=problem.hardware.n_devices)
+    return None if near == batch else near
 
 
 def _in_one_sentence(remedy: Remedy) -> str:
@@ -197,11 +216,13 @@ def _search_once(
 
 
 def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
-    """The same global batch under other options, on that many hosts; a cluster that cannot be has no plan."""
+    """The same global batch, unless these have one, under other options, on that many hosts; a cluster that cannot be
+    has no plan.
+    """
     try:
         is_same = n_hosts == problem.hardware.n_hosts
         hardware = problem.hardware if is_same else load_hardware(problem.hw, n_hosts=n_hosts)
-        options = replace(options, global_batch=global_batch_size(problem))
+        options = replace(options, global_batch=options.global_batch or global_batch_size(problem))
         return _search(replace(problem, hardware=hardware, options=options))
     except InputError as error:
         return _nothing("unusable", str(error))

@@ -69,7 +69,7 @@ def make_problem(
     check_precision(hardware, options)
     load_rules(options.rules)
     if options.profile is not None:
-        check_file(Path(options.profile), expected="a text file")
+        check_file(Path(options.profile), expected="what autoplan profile MODEL --hw NAME --out FILE measured")
     path, arguments = model_file(model, overrides or {})
     with while_tracing or nullcontext():
         graph = trace_model(path, overrides=arguments, module_level=options.module_level)

@@ -45,7 +45,13 @@ from autoplan.report.rivals import no_faster_text, rivals_text
 from autoplan.report.stages import stages_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.fixed_values import is_as_fixed
-from autoplan.search.meshes import MAX_MICRO_BATCHES, is_deeper, least_micro_batch_size
+from autoplan.search.meshes import (
+    MAX_MICRO_BATCHES,
+    data_parallel_degrees,
+    is_deeper,
+    least_micro_batch_size,
+    nearest_shared_batch,
+)
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 
@@ -122,7 +128,7 @@ def plan_table(answer: Answer) -> str:
     rows = [_plan_row(answer, candidate, note, meshes) for candidate, note in shown]
     rows += [_plan_row(answer, item, item.baseline, ()) for item in result.baselines]
     header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
-    below = [*_marks(answer, [item.plan for item, _ in shown]), _undivided(answer), _beside_fix(answer)]
+    below = [*_marks(answer, [item.plan for item, _ in shown]), _beside_fix(answer)]
     for word, otherwise in said_of_all(answer.best.plan.mesh).items():
         has_others = any(otherwise in row[-1] for row in rows)
         below.append(f"all of them {_OF_ALL[word]}{f', but for those marked {otherwise}' if has_others else ''}")
@@ -140,14 +146,6 @@ def _marks(answer: Answer, plans: Sequence[Plan]) -> Iterator[str]:
         yield f"short N%: memory falls short with that chance, so it does not fit{with_confidence(answer.result)}"
     if any(plan.mesh.keeps_attention for plan in plans):
         yield f"{KEPT_MARK} {KEPT}: recomputed except for its fused attention"
-
-
-def _undivided(answer: Answer) -> str:
-    """Why there are no rows of DDP and FSDP, where the batch is why."""
-    n_devices, batch = answer.workload.n_devices, answer.best.plan.mesh.global_batch_size
-    names = {item.baseline.split()[0] for item in answer.result.baselines}
-    is_why = names and not names & {"DDP", "FSDP"} and batch % n_devices
-    return f"no DDP and FSDP: {n_devices} devices cannot share a batch of {batch} alike" if is_why else ""
 
 
 def _beside_fix(answer: Answer) -> str:
@@ -441,16 +439,24 @@ def shortage_text(answer: Answer) -> str:
 
 
 def large_batch_text(answer: Answer) -> str:
-    """Where there is no plan, and the batch is so large that every micro-batch is, too: that, and what helps."""
+    """Where there is no plan, and every micro-batch that the batch can be cut into is large: that, and what helps."""
+    workload = answer.workload
     batch = None if answer.request is None else answer.request.options.global_batch
-    if answer.result.best is not None or batch is None:
+    if answer.result.best is not None or batch is None or workload.groups:  # groups share a batch unevenly
         return ""
-    n_samples = least_micro_batch_size(global_batch=batch, n_devices=answer.workload.n_devices)
+    n_devices, per_host = workload.n_devices, workload.n_devices // workload.n_hosts
+    degrees = data_parallel_degrees(batch, n_devices=n_devices, n_devices_per_host=per_host)
+    n_samples = least_micro_batch_size(batch, dp_degrees=degrees)
+    near = nearest_shared_batch(batch, n_devices=n_devices)
+    n_of_near = least_micro_batch_size(near, dp_degrees=(n_devices,)) if near else n_samples
+    other = "A smaller --global-batch or more devices make them smaller."
+    if n_of_near < n_samples:
+        other = f"With --global-batch {near} they may have {count(n_of_near, 'sample')}."
     text = (
-        f"A global batch of {batch} is cut into at most {MAX_MICRO_BATCHES} micro-batches a step: none has fewer than"
-        f" {n_samples} samples. A smaller --global-batch or more devices make them smaller."
+        f"A global batch of {batch} is cut into at most {MAX_MICRO_BATCHES} micro-batches a rank and step, all of one"
+        f" size: none has fewer than {n_samples} samples. {other}"
     )
-    return textwrap.fill(text, WIDTH) if n_samples > 1 else ""
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False) if n_samples > 1 else ""
 
 
 def _remedies(answer: Answer) -> str:

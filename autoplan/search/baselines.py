@@ -2,7 +2,8 @@
 
     DDP         dp = all devices, nothing sharded
     FSDP        dp = all devices, zero_stage 3, with or without recomputation
-    hand rule   tp = the most a host allows, pp = as little as fits, dp = the rest, zero_stage 1, 1f1b, equal stages
+    hand rule   tp = the most within a host at which a split pays, pp = as little as fits, dp = the rest, zero_stage 1,
+                1f1b, equal stages
 
 Each recipe takes the micro-batch (and recomputation, except DDP) with which it is fastest among those that fit, and its
 modules run in all the ways that those of the plans may (`SearchSpace.executions`, `cuda_graph`): what torch.compile and
@@ -19,7 +20,14 @@ from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
-from autoplan.search.meshes import Price, SearchSpace, divisors, legal_tensor_degrees, micro_batch_sizes
+from autoplan.search.meshes import (
+    Price,
+    SearchSpace,
+    divisors,
+    fixed_int,
+    legal_tensor_degrees,
+    micro_batch_sizes,
+)
 from autoplan.search.one_mesh import Judged
 from autoplan.search.plans import repeated_segments
 from autoplan.simulator.simulate import simulate
@@ -39,14 +47,14 @@ def plain_recipes(
 ) -> tuple[Baseline, ...]:
     """The recipes that exist for this model and cluster, each at its best of what is tried before it is late.
 
-    What the user fixed binds them only where it cuts the space itself: layouts of another tp, compressed gradients, how
-    modules run.
+    What the user fixed binds them only where it cuts the space itself: compressed gradients, how modules run. Where tp
+    is fixed the space has layouts of no other degree, so there is a hand rule only if that is the devices of a host.
     """
     free = replace(options, fix=())
     groups = (
         ("DDP", [list(data_parallel(space, free, dp=space.n_devices, zero_stage=0))], (False,)),
         ("FSDP", [list(data_parallel(space, free, dp=space.n_devices, zero_stage=3))], (False, True)),
-        ("hand rule", list(_hand_rule(space, free)), (False, True)),
+        ("hand rule", list(_hand_rule(space, free)) if _has_hand_rule(space, options) else [], (False, True)),
     )
     found = (
         best_of(name, tiers, recompute, space=space, price=price, is_late=is_late) for name, tiers, recompute in groups
@@ -72,6 +80,11 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
             wraps_head=space.wraps_head,
             cuda_graph=is_captured,
         ).run_as(way)
+
+
+def _has_hand_rule(space: SearchSpace, options: Options) -> bool:
+    """Whether the space has the layouts of its degree, which nobody can know of another one than is fixed."""
+    return fixed_int(options, "tp") in (None, min(space.n_devices, space.n_devices_per_host))
 
 
 def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:

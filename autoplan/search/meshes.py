@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from math import isqrt, prod
 from typing import NamedTuple, NoReturn
 
@@ -326,17 +326,42 @@ def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compil
 
 def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple[int, ...]:
     """Divisors of one rank's share of the batch, up to the largest allowed; exactly the fixed one if it is fixed."""
-    share = space.global_batch // dp
-    sizes = tuple(size for size in divisors(share) if share // size <= MAX_MICRO_BATCHES)
+    sizes = _sizes_of(space.global_batch // dp)
     wanted, largest = fixed_int(options, "micro_batch"), options.max_micro_batch_size
     if wanted is not None:
         return tuple(size for size in sizes if size == wanted)
     return tuple(size for size in sizes if largest is None or size <= largest)
 
 
-def least_micro_batch_size(*, global_batch: int, n_devices: int) -> int:
-    """No micro-batch of the space has fewer samples, since a step has at most `MAX_MICRO_BATCHES`."""
-    return -(-global_batch // (n_devices * MAX_MICRO_BATCHES))
+def _sizes_of(share: int) -> tuple[int, ...]:
+    """Micro-batches that a rank's share of the batch can be cut into, the smallest first."""
+    return tuple(size for size in divisors(share) if share // size <= MAX_MICRO_BATCHES)
+
+
+def data_parallel_degrees(global_batch: int, *, n_devices: int, n_devices_per_host: int) -> tuple[int, ...]:
+    """Degrees that some plan on the cluster may have and that divide the batch, ascending."""
+    counts = device_counts_of(n_devices, n_devices_per_host=n_devices_per_host)
+    return tuple(sorted({dp for n in counts for dp in divisors(n) if global_batch % dp == 0}))
+
+
+def least_micro_batch_size(global_batch: int, *, dp_degrees: Iterable[int]) -> int:
+    """The fewest samples of a micro-batch under any of these degrees, all of which divide the batch."""
+    return min(_sizes_of(global_batch // dp)[0] for dp in dp_degrees)
+
+
+def nearest_shared_batch(global_batch: int, *, n_devices: int) -> int | None:
+    """The nearest batch that all devices share alike, in micro-batches at most twice as large as `MAX_MICRO_BATCHES`
+    asks for; itself if it is one. None where it is further away than half of the batch.
+    """
+    below = global_batch // n_devices
+    for distance in count():
+        shares = (share for share in (below - distance, below + 1 + distance) if share > 0)
+        for share in sorted(shares, key=lambda own: abs(own * n_devices - global_batch)):
+            if 2 * abs(share * n_devices - global_batch) > global_batch:
+                return None
+            if _sizes_of(share)[0] <= 2 * -(-share // MAX_MICRO_BATCHES):
+                return share * n_devices
+    raise AssertionError("all are further away in the end")
 
 
 def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
@@ -413,16 +438,19 @@ def _explain_nothing(space: SearchSpace, options: Options, *, is_late: Callable[
     """Raise an error that names the legal numbers: next to each fixed one, and of each degree."""
     legal_dp = [d for d in divisors(space.global_batch) if d <= space.n_devices]
     legal_tp = legal_tensor_degrees(space, replace(options, fix=()))
-    near = f"within a host of {space.n_devices_per_host}"
+    place = f"within a host of {space.n_devices_per_host}"
     if space.n_on_links > space.n_devices_per_host:
-        near = f"on the links of a host, which join {space.n_on_links} devices"
-    tp_line = f"  legal tp (exists for the model, {near}): {_listed(legal_tp)}\n"
+        place = f"on the links of a host, which join {space.n_on_links} devices"
+    tp_line = f"  legal tp (exists for the model, {place}): {_listed(legal_tp)}\n"
     fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
     largest = "" if options.max_micro_batch_size is None else f" up to {options.max_micro_batch_size}"
     near_lines = list(_near_lines(space, options, is_late=is_late))
     fix = "take a value that is named instead of one that is fixed"
     if not near_lines:
-        fix = f"choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
+        near = nearest_shared_batch(space.global_batch, n_devices=space.n_devices)
+        is_other = near not in (None, space.global_batch)
+        batch = f"take a global batch of {near}" if is_other else "change the global batch"
+        fix = f"choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or {batch}"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
         + "".join(f"  {line}\n" for line in near_lines)

@@ -1,6 +1,7 @@
 """What would make an infeasible request feasible: changes, the cheapest first, each verified by searching again.
 
-    another value for one thing that was fixed (`FIXES` in order)  ->  for all of them  ->  more hosts
+    another value for one thing that was fixed (`FIXES` in order)
+    ->  a batch near the one asked for, where that is not shared alike  ->  other values for all  ->  more hosts
 
 A value costs nothing and a host does, so hosts come last; giving up everything that was fixed is tried where no single
 thing is enough. Hosts are doubled until something fits, and the last step halved back to the fewest that do.
@@ -51,11 +52,17 @@ class _Tries:
 
 
 def find_remedies(
-    options: Options, *, n_hosts: int, retry: Retry, clock: Callable[[], float] = time.perf_counter
+    options: Options,
+    *,
+    n_hosts: int,
+    retry: Retry,
+    shared_batch: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Remedy]:
     """The changes that were verified, the cheapest first, each as soon as it is known.
 
-    They end after `TIME_LIMIT_S`; what was not tried by then is left out.
+    They end after `TIME_LIMIT_S`; what was not tried by then is left out. `shared_batch` is a batch near the one asked
+    for that all devices share alike, where that one cannot be.
     """
     tries = _Tries(retry, clock, clock() + TIME_LIMIT_S)
     options = replace(options, top=0, require_optimal=False)
@@ -66,6 +73,12 @@ def find_remedies(
         if best is not None:
             n_found += 1
             yield _other_value(options, name, best, n_hosts=n_hosts)
+    if shared_batch is not None:
+        best = tries.best(replace(options, global_batch=shared_batch), n_hosts)
+        if best is not None:
+            n_found += 1
+            change = f"a global batch of {shared_batch} instead of {options.global_batch}"
+            yield _remedy(change, best, fix=options.fix, n_hosts=n_hosts)
     freed = _without(options, fixed)
     if n_found == 0 and len(fixed) > 1:
         best = tries.best(freed, n_hosts)
