@@ -38,6 +38,7 @@ class Strategy:
     Attributes:
         operands: a layout per tensor operand, in the order of `operand_names`.
         result: the layout of its result (of every result, for an op with several).
+        is_split: whether each rank does only its share of the arithmetic.
         function: a function of `runtime` that runs instead of the op ("" for the op itself).
         all_reduce_elements: elements per sample that this function all-reduces in forward (loss statistics).
         exchanged: operands, by position, and -1 for the result, that this function passes through an all-to-all.
@@ -45,6 +46,7 @@ class Strategy:
 
     operands: tuple[Layout, ...]
     result: Layout
+    is_split: bool = False
     function: str = ""
     all_reduce_elements: int = 0
     exchanged: tuple[int, ...] = ()
@@ -305,7 +307,7 @@ def _split(terms: tuple[Term, ...], result: Term, letter: str, part_of: Callable
             layouts.append(part_of(term.letters.index(letter)))
         else:
             layouts.append(P if is_contracted and term.is_added else V)
-    return Strategy(tuple(layouts), P if is_contracted else part_of(result.letters.index(letter)))
+    return Strategy(tuple(layouts), P if is_contracted else part_of(result.letters.index(letter)), is_split=True)
 
 
 def load_rules(files: Sequence[str] = ()) -> dict[str, OpRule]:

@@ -108,7 +108,7 @@ def _few_key_heads(op: Op, operands: Specs, result: TensorSpec, degree: int) -> 
     n_local, n_per_key_head = n_heads // degree, n_heads // n_key_heads
     if n_heads % degree == 0 and (n_local % n_per_key_head == 0 or n_per_key_head % n_local == 0):
         mask = [sharded(1) if _has_heads(spec, n_heads) else V for spec in operands[3:]]
-        yield Strategy((sharded(1), V, V, *mask), sharded(1), function="grouped_attention_of_rank")
+        yield Strategy((sharded(1), V, V, *mask), sharded(1), is_split=True, function="grouped_attention_of_rank")
 
 
 def _causal_rows(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
@@ -118,7 +118,7 @@ def _causal_rows(op: Op, operands: Specs, result: TensorSpec, degree: int) -> It
     is_square = len(rest) == 1 and n_rows == n_keys and isinstance(n_rows, int)
     if is_causal(op) and is_square and n_rows % (2 * degree) == 0:
         rows = sharded(len(q.shape) - 2)
-        yield Strategy((rows, V, V), rows, function="causal_attention_of_rows", exchanged=(0, -1))
+        yield Strategy((rows, V, V), rows, is_split=True, function="causal_attention_of_rows", exchanged=(0, -1))
 
 
 def _own(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:

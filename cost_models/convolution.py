@@ -67,7 +67,7 @@ def _split_groups(op: Op, operands: Specs, result: TensorSpec, degree: int) -> I
     n_groups, channel_dim = _n_groups(op), len(operands[0].shape) - len(operands[1].shape) + 1
     if n_groups > 1 and n_groups % degree == 0:
         channels = sharded(channel_dim)
-        yield Strategy((channels, sharded(0), sharded(0))[: len(operands)], channels)
+        yield Strategy((channels, sharded(0), sharded(0))[: len(operands)], channels, is_split=True)
 
 
 def _flops(op: Op, operands: Specs, batch_size: int) -> int:

@@ -36,7 +36,7 @@ def _grouped_flops(op: Op, operands: Specs, batch_size: int) -> int:
 
 def _own_experts(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
     if is_product_by_rows(operands):
-        yield Strategy((E, sharded(0), R), E, function="own_experts_mm")
+        yield Strategy((E, sharded(0), R), E, is_split=True, function="own_experts_mm")
 
 
 RULES = {

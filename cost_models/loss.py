@@ -57,6 +57,7 @@ def _split_classes(op: Op, operands: Specs, result: TensorSpec, degree: int) -> 
             yield Strategy(
                 (classes, R),
                 R,
+                is_split=True,
                 function="vocab_parallel_cross_entropy",
                 all_reduce_elements=3 * n_rows_per_sample,
             )

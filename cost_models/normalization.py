@@ -57,7 +57,7 @@ def _by_group(op: Op, operands: Specs) -> str:
 
 def _split_groups(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
     if op.args[1] % degree == 0:
-        yield Strategy((sharded(1), *(sharded(0) for _ in operands[1:])), sharded(1))
+        yield Strategy((sharded(1), *(sharded(0) for _ in operands[1:])), sharded(1), is_split=True)
 
 
 def _group_statistics(call: LocalCall) -> int:

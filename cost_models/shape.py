@@ -147,7 +147,7 @@ def _padded_dims(op: Op, rank: int) -> set[int]:
 
 def _split_halves(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
     dim = argument(op, 1, "dim", -1) % len(result.shape)
-    yield Strategy((sharded(dim, 2),), sharded(dim))
+    yield Strategy((sharded(dim, 2),), sharded(dim), is_split=True)
 
 
 def _other_dims(op: Op, rank: int) -> set[int]:

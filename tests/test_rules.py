@@ -444,7 +444,7 @@ def test_a_rank_that_splits_a_product_does_its_share_of_it(name):
                 continue
             whole = tuple(graph.specs()[n] for n in operand_names(op))
             total_flops = forward_flops(RULES[op.target], op, operands=whole, batch_size=BATCH)
-            for strategy in (s for s in strategies if any(layout.kind in "SED" for layout in s.operands)):
+            for strategy in (s for s in strategies if s.is_split):
                 local = tuple(local_spec(spec, y, degree) for spec, y in zip(whole, strategy.operands, strict=True))
                 flops = forward_flops(RULES[op.target], op, operands=local, batch_size=BATCH, whole_operands=whole)
                 # padding is less than one row more per rank

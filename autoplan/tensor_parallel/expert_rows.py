@@ -64,9 +64,9 @@ class PutBack:
     def strategies(self) -> dict[Op, Strategy]:
         """How a rank does them for its own rows."""
         return {
-            self.index: Strategy((E, R), D),
-            self.view: Strategy((D,), D),
-            self.sum: Strategy((D,), P, function=OWN_ROWS_SUM),
+            self.index: Strategy((E, R), D, is_split=True),
+            self.view: Strategy((D,), D, is_split=True),
+            self.sum: Strategy((D,), P, is_split=True, function=OWN_ROWS_SUM),
         }
 
 

@@ -125,8 +125,9 @@ def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingP
         )
         share = (1 + n_flops) / degree
         work = n_local if n_local > PADDED * share else share
-        is_split = any(layout.kind in "SED" for layout in strategy.operands)
-        return scaled((work if is_split else 1 + n_flops) * 1e-6 + converted_s(EXCHANGE) * len(strategy.exchanged))
+        return scaled(
+            (work if strategy.is_split else 1 + n_flops) * 1e-6 + converted_s(EXCHANGE) * len(strategy.exchanged)
+        )
 
     return ShardingPrices(
         op_s=op_s,
