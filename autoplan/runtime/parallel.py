@@ -300,7 +300,7 @@ class ParallelModel(nn.Module):
         """The stages of this rank, parallelism applied; sets `whole` and `compressed`."""
         config, mesh, generated = self.config, self.mesh, self._parallel_model
         device = self.full_build_device
-        with one_process_at_a_time(device != mesh.device):
+        with one_process_at_a_time(device != mesh.device, mesh.device):
             full = build_whole_model(build_model, seed=seed, dtype=config.parameter_dtype, device=device)
             self.whole = whole_tensors(full)
             stages = local_stages(full, config=config, mesh=mesh, parallel_model=generated)
