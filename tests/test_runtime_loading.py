@@ -80,6 +80,13 @@ def test_the_last_batch_of_an_epoch_is_filled_up_with_samples_that_it_has_not():
     assert [len(set(step)) for step in steps] == [12, 12, 12]
 
 
+def test_filling_up_the_last_batch_of_a_stream_is_refused():
+    with pytest.raises(
+        OptionError, match=r"--fill-last-batch: does nothing, as build_dataset\(\) gives Stream, which can"
+    ):
+        _data(Stream(30), fills=True)
+
+
 def test_ranks_share_a_stream_of_samples_in_its_order():
     first, second = _of_both_ranks(Stream(25), 3)
     assert first == [list(range(0, 6)), list(range(12, 18)), list(range(100, 106))]

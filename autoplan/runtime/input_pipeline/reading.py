@@ -3,11 +3,11 @@
     epoch 0:  | global batch 0 | global batch 1 | ... | what is left |   epoch 1: ...
               | dp rank 0 | 1 | dp rank 0 | 1 |
 
-A dataset with `__getitem__` and `__len__` is shuffled by (seed, epoch); one that can only be iterated comes in its own
-order, of which every process reads all and keeps its part: to it there are no workers and ranks to divide itself over
-(give it `set_epoch(epoch)` to shuffle by itself, and equally everywhere). No two
-data-parallel ranks get the same sample of an epoch; tensor- and pipeline-parallel ranks get those of their dp rank.
-What is left at the end of an epoch is dropped, or filled up with the first samples of the same epoch.
+A dataset with `__getitem__` and `__len__` is shuffled by (seed, epoch). One that can only be iterated comes in its own
+order, equal in every process, of which each reads all and keeps its part; it sees no workers to divide itself over
+(give it `set_epoch(epoch)` to shuffle by itself). No two data-parallel ranks get the same sample of an epoch; tensor-
+and pipeline-parallel ranks get those of their dp rank. What is left at the end of an epoch is dropped, or, with
+`__getitem__`, filled up with the first samples of the same epoch.
 
 The position is counted in samples of all ranks, so training goes on at the same sample under another plan. What
 `__getitem__` draws from the generators of torch, Python's `random` and `numpy.random` follows from (seed, epoch,
@@ -59,7 +59,8 @@ class Reading:
     Attributes:
         n_workers: processes that read ahead; 0 reads in the training process.
         shuffles, repeats: a new order in each epoch; epochs without end. Training does both, evaluation neither.
-        fills: fill the last batch of an epoch up with its first samples, instead of dropping what is left.
+        fills: fill the last batch of an epoch up with its first samples, instead of dropping what is left; of a dataset
+            with `__getitem__` and `__len__` only.
         collate: makes a batch of samples.
         dataset: the function of the model file that it is from.
         pins: hand out batches in page-locked memory, from which a GPU copies while it computes.
