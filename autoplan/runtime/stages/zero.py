@@ -23,7 +23,8 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -164,6 +165,25 @@ def _set_flags(root: FSDPModule, *, reduces: bool, all_reduces: bool, frees: boo
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """The modules in `root` that gather parameters; `reshard` gives back what a pass has gathered."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def freeing_blocks(stages: Iterable[nn.Module], *, config: Config) -> Iterator[None]:
+    """Let forward passes without backward passes give back what they gather of a block at its end, as under ZeRO 3.
+
+    The rest of a stage and a large head, which the loss may read, stay gathered until `reshard`.
+    """
+    named = [pair for stage in stages for pair in stage.named_modules()]
+    blocks = [
+        module for name, module in named if isinstance(module, FSDPModule) and name not in ("", config.head_group)
+    ]
+    for block in blocks:
+        block.set_reshard_after_forward(True, recurse=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(config.zero_stage == 3, recurse=False)
 
 
 def hold_gradients(root: nn.Module) -> None:
