@@ -67,7 +67,8 @@ class RankMesh:
 def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
     """Create the process groups of the plan; every rank must call it.
 
-    Raises: WorldSizeError when the number of processes is not the plan's.
+    Raises: WorldSizeError when the number of processes is not the plan's; DeviceMemoryError when a GPU has less free
+        memory than the plan needs.
     """
     check_world_size(config)
     replica_degree = config.dp // config.zero_shard_degree
