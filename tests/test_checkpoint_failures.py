@@ -28,7 +28,7 @@ from autoplan.runtime import (
     Config,
     ParallelModel,
     PlainTraining,
-    Run,
+    TrainingRun,
     add_checkpoint_options,
     build_rank_mesh,
     failure_watch,
@@ -196,7 +196,7 @@ def interrupted(n_steps=None):
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     parser = ArgumentParser()
     add_checkpoint_options(parser)
-    run = Run(model, parser.parse_args([]), n_steps=n_steps)
+    run = TrainingRun(model, parser.parse_args([]), n_steps=n_steps)
     ends = []
     for step in range(2):
         if step == 1 and model.mesh.rank == 1:
@@ -224,7 +224,7 @@ def told_to_stop(folder, number, is_told_twice=False):
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     parser = ArgumentParser()
     add_checkpoint_options(parser)
-    run = Run(model, parser.parse_args(["--checkpoint-dir", folder]))
+    run = TrainingRun(model, parser.parse_args(["--checkpoint-dir", folder]))
     ends = []
     for step in range(2):
         if step == 1:
@@ -247,7 +247,7 @@ def runs_from_an_archive(folder):
 
     def started_at(saves, *options, n_steps):
         model = ParallelModel(config, tiny_gpt, mesh=mesh)
-        run = Run(model, parser.parse_args(["--checkpoint-dir", f"{folder}/{saves}", "--keep", "1", *options]))
+        run = TrainingRun(model, parser.parse_args(["--checkpoint-dir", f"{folder}/{saves}", "--keep", "1", *options]))
         start = model.n_steps
         for step in range(start, n_steps):
             model.step(tiny_gpt.make_batch(1))

@@ -329,7 +329,7 @@ class ParallelModel(nn.Module):
             boundaries=self._parallel_model.BOUNDARIES,
             pp_rank=self.mesh.pp_rank,
             group=self.mesh.pp_group,
-            neighbour_groups=self.mesh.neighbour_groups,
+            p2p_groups=self.mesh.p2p_groups,
             device=self.mesh.device,
             loss=self._loss,
             prepare_backward=self._prepare_backward,

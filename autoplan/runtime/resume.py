@@ -77,7 +77,7 @@ class _Origin:
         self.path = state_dict.get("path")
 
 
-class Run:
+class TrainingRun:
     """What happens around the steps of a training run; every rank makes one and calls the same methods.
 
     An error inside its `with` is passed on as soon as the save under way is complete. Being told to stop in the last of
@@ -111,7 +111,7 @@ class Run:
         signal.signal(signal.SIGINT, self._tell)
         self._start()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TrainingRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

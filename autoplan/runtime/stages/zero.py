@@ -17,8 +17,8 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
   the end of the backward pass; under stage 3 it is gathered once per micro-batch. A large head is a group of its own
   (`Config.head_group`), so that it is gathered and reduced beside the blocks; nor is it freed before its backward pass.
 - The table holds for pipelines too, because a stage's `fully_shard` is hidden from the pipeline (see pipeline.py).
-  There, parameters that are gathered once begin to be before their first forward pass (`start_gathers`): by itself
-  `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
+  There, parameters that are gathered once begin to be before their first forward pass (`prefetch_parameters`): by
+  itself `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _sizes(value: Any) -> list[int]:
     return [len(value), *(size for item in items for size in _sizes(item))]
 
 
-def start_gathers(root: nn.Module, *, config: Config) -> None:
+def prefetch_parameters(root: nn.Module, *, config: Config) -> None:
     """Begin to gather all parameters below `root` where they stay for the step; each block waits for its own.
 
     Until then its parameters are in the buffer that receives them, which takes the room that they will have; while a
