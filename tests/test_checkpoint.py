@@ -21,7 +21,7 @@ from autoplan.runtime import (
     Config,
     LearningRate,
     ParallelModel,
-    Run,
+    TrainingRun,
     add_checkpoint_options,
     build_rank_mesh,
     load_checkpoint,
@@ -136,7 +136,7 @@ def train_with_dataset(optimizer, config, *options, n_steps, last=None, build_mo
     rates = LearningRate("cosine", n_steps, 2)
     model = ParallelModel(config, model_file, mesh=mesh, learning_rates=rates)
     data = training_data(model_file, config=config, dp_rank=mesh.dp_rank, device=mesh.device, seed=3)
-    run = Run(model, parser.parse_args(options), data=data)
+    run = TrainingRun(model, parser.parse_args(options), data=data)
     found = []
     for record in train_steps(model, data, n_steps=last or n_steps):
         found.append((record.loss, record.learning_rate))

@@ -2,6 +2,7 @@
 
 import glob
 import io
+import json
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from autoplan.runtime import (
     Config,
     ParallelModel,
     PlainTraining,
-    Run,
+    TrainingRun,
     add_checkpoint_options,
     build_rank_mesh,
     failure_watch,
@@ -38,6 +39,7 @@ from autoplan.runtime import (
     process_group,
     resume,
 )
+from autoplan.runtime.checkpoints.planner import CheckpointError
 from autoplan.runtime.hang_watch import watch_for_hangs
 
 FSDP = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "n_micro_batches": 2, "precision": "fp64"}
@@ -194,7 +196,7 @@ def interrupted(n_steps=None):
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     parser = ArgumentParser()
     add_checkpoint_options(parser)
-    run = Run(model, parser.parse_args([]), n_steps=n_steps)
+    run = TrainingRun(model, parser.parse_args([]), n_steps=n_steps)
     ends = []
     for step in range(2):
         if step == 1 and model.mesh.rank == 1:
@@ -222,7 +224,7 @@ def told_to_stop(folder, number, is_told_twice=False):
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     parser = ArgumentParser()
     add_checkpoint_options(parser)
-    run = Run(model, parser.parse_args(["--checkpoint-dir", folder]))
+    run = TrainingRun(model, parser.parse_args(["--checkpoint-dir", folder]))
     ends = []
     for step in range(2):
         if step == 1:
@@ -234,6 +236,53 @@ def told_to_stop(folder, number, is_told_twice=False):
         model.step(tiny_gpt.make_batch(1))
         ends.append(run.ends_after(step))
     return ends, run.finish(), glob.glob("step-*", root_dir=folder)
+
+
+def runs_from_an_archive(folder):
+    """In one process: the steps that runs started from, some of them restarted; why one was refused; what is saved."""
+    config = Config(precision="fp64")
+    mesh = build_rank_mesh(config, "cpu")
+    parser = ArgumentParser()
+    add_checkpoint_options(parser)
+
+    def started_at(saves, *options, n_steps):
+        model = ParallelModel(config, tiny_gpt, mesh=mesh)
+        run = TrainingRun(model, parser.parse_args(["--checkpoint-dir", f"{folder}/{saves}", "--keep", "1", *options]))
+        start = model.n_steps
+        for step in range(start, n_steps):
+            model.step(tiny_gpt.make_batch(1))
+            run.ends_after(step)
+        run.finish()
+        return start
+
+    archived = ("--resume", f"{folder}/archive/step-00000001")
+    starts = [started_at("archive", n_steps=1), started_at("bad", n_steps=4)]
+    starts += [started_at("good", *archived, n_steps=n_steps) for n_steps in (2, 3)]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    starts += [started_at("good", *archived, n_steps=5), started_at("good", n_steps=5)]
+    with pytest.raises(CheckpointError) as refused:
+        started_at("bad", *archived, n_steps=2)
+    without_origin(f"{folder}/good/step-00000005")
+    starts += [started_at("good", n_steps=6)]
+    return starts, str(refused.value), [glob.glob(f"{name}/step-*", root_dir=folder) for name in ("bad", "good")]
+
+
+def without_origin(checkpoint):
+    """Make it one of an earlier version."""
+    state, manifest = (json.loads(Path(checkpoint, name).read_text()) for name in ("state.json", "MANIFEST.json"))
+    del state["extra"]["resumed_from"]
+    manifest["bytes"]["state.json"] = Path(checkpoint, "state.json").write_text(json.dumps(state))
+    del manifest["crc32"]
+    Path(checkpoint, "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_that_began_at_a_given_checkpoint_goes_on_from_its_own_and_spares_those_of_another_run(tmp_path):
+    ((starts, refused, saved),) = run_ranks(runs_from_an_archive, 1, str(tmp_path))
+    assert starts == [0, 0, 1, 2, 3, 5, 5]
+    archived, newest = tmp_path / "archive" / "step-00000001", tmp_path / "bad" / "step-00000004"
+    said = f"--resume {archived}: found {newest} of a run that did not start there, expected none after step 1\n  fix: "
+    assert refused.startswith(said)
+    assert saved == [["bad/step-00000004"], ["good/step-00000006"]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

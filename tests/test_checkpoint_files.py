@@ -126,8 +126,15 @@ def test_only_the_last_checkpoints_are_kept_and_only_checkpoints_are_removed(tmp
     for step in range(5):
         write(tmp_path, step)
     (tmp_path / "step-notes").mkdir()
-    remove_old(tmp_path, keep=2)
+    remove_old(tmp_path / "step-00000004", keep=2)
     assert steps(tmp_path) == ["step-00000003", "step-00000004", "step-notes"]
+
+
+def test_what_was_just_saved_is_kept_beside_checkpoints_of_more_steps(tmp_path):
+    for step in (1, 2, 800, 900):
+        write(tmp_path, step)
+    remove_old(tmp_path / "step-00000002", keep=1)
+    assert steps(tmp_path) == ["step-00000002", "step-00000800", "step-00000900"]
 
 
 def test_what_a_killed_run_left_is_removed_and_complete_ones_stay(tmp_path):

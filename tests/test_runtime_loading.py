@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from autoplan.runtime.config import Config
 from autoplan.runtime.input_pipeline.batches import local_batch
@@ -78,6 +78,13 @@ def test_the_last_batch_of_an_epoch_is_filled_up_with_samples_that_it_has_not():
     steps = [a + b for a, b in zip(first, second, strict=True)]
     assert set(sum(steps, [])) == set(range(30))  # in 3 steps of 12: every sample, 6 of them twice
     assert [len(set(step)) for step in steps] == [12, 12, 12]
+
+
+def test_filling_up_the_last_batch_of_a_stream_is_refused():
+    with pytest.raises(
+        OptionError, match=r"--fill-last-batch: does nothing, as build_dataset\(\) gives Stream, which can"
+    ):
+        _data(Stream(30), fills=True)
 
 
 def test_ranks_share_a_stream_of_samples_in_its_order():
@@ -154,6 +161,33 @@ def test_workers_read_on_when_every_process_of_a_job_is_told_to_stop(number):
     assert len(_samples(data, 8)) == 8 and len(workers) == 2
     data.close()
     assert not multiprocessing.active_children()
+
+
+class DividesItself(IterableDataset):
+    """Numbers, of which each worker gives its own part, as torch's documentation has it."""
+
+    def __init__(self, n_samples):
+        self.n_samples = n_samples
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(
+            range(self.n_samples)[slice(None) if worker is None else slice(worker.id, None, worker.num_workers)]
+        )
+
+
+@pytest.mark.parametrize("n_workers", [0, 1, 2])
+def test_a_stream_that_divides_itself_over_workers_gives_every_sample_once(n_workers):
+    model_file = SimpleNamespace(
+        build_dataset=lambda: DividesItself(48), build_eval_dataset=lambda: DividesItself(48), collate=lambda s: (s, s)
+    )
+    config = Config(micro_batch_size=12)
+    training = training_data(model_file, config=config, dp_rank=0, device=CPU, seed=0, n_workers=n_workers)
+    evaluation = evaluation_data(model_file, config=config, dp_rank=0, device=CPU, n_workers=n_workers)
+    for data in (training, evaluation):
+        with closing(data):
+            given = sum((samples for samples, _ in islice(data, 4)), [])
+        assert given == list(range(48))
 
 
 class Stuck(Stream):

@@ -1,14 +1,18 @@
 """A model under every kind of plan trains as in one process: two AdamW steps in float64."""
 
 import dataclasses
+import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
+from autoplan.runtime.building.construction import one_process_at_a_time
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 PLAIN = Config(precision="fp64", micro_batch_size=2, n_micro_batches=3, blocks=BLOCKS)
@@ -198,3 +202,23 @@ def test_two_gpus_train_as_one_over_nccl():
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 def test_four_gpus_train_as_one_over_nccl():
     _assert_exact(FOUR_RANKS | MORE_ON_FOUR_RANKS, device_type="cuda")
+
+
+def in_turns():
+    """On one of three ranks, the last of which is alone on its host: when its turn began and ended."""
+    rank = dist.get_rank()
+    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "1" if rank == 2 else "2"}
+    with one_process_at_a_time(True, torch.device("cpu")):
+        began_s = time.monotonic()
+        time.sleep(0.05)
+        ended_s = time.monotonic()
+    total = torch.ones(1)
+    dist.all_reduce(total)  # would meet another rank's barrier
+    return began_s, ended_s, total.item()
+
+
+def test_processes_take_turns_on_hosts_with_different_numbers_of_them():
+    found = run_ranks(in_turns, 3, timeout_s=30.0)
+    (_, first_ended_s, _), (second_began_s, _, _), _ = found
+    assert first_ended_s <= second_began_s
+    assert [total for *_, total in found] == [3.0, 3.0, 3.0]

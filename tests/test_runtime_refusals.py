@@ -24,7 +24,7 @@ from autoplan.runtime import (
     Checkpoints,
     Config,
     ParallelModel,
-    Run,
+    TrainingRun,
     add_checkpoint_options,
     build_rank_mesh,
     load_checkpoint,
@@ -210,7 +210,7 @@ def refusals(folder):
         found["keep"] = ("keep: found 0, expected 1 or more", str(error))
     for options, expected in cases.items():
         try:
-            Run(model, parser.parse_args(options))
+            TrainingRun(model, parser.parse_args(options))
         except CheckpointError as error:
             found[options] = (expected, str(error))
     return found, 1 + len(cases)
@@ -229,7 +229,7 @@ def first_rank_refuses(folder):
     parser = ArgumentParser()
     add_checkpoint_options(parser)
     try:
-        Run(
+        TrainingRun(
             ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu")),
             parser.parse_args(["--resume", folder]),
         )
@@ -304,7 +304,7 @@ def error_beside_a_save(folder):
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     parser = ArgumentParser()
     add_checkpoint_options(parser)
-    run = Run(model, parser.parse_args(["--checkpoint-dir", folder, "--checkpoint-every", "1"]))
+    run = TrainingRun(model, parser.parse_args(["--checkpoint-dir", folder, "--checkpoint-every", "1"]))
     with slow_saves(), contextlib.suppress(FloatingPointError), run:
         model.step(tiny_gpt.make_batch(1))
         run.ends_after(0)

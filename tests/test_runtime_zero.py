@@ -167,18 +167,12 @@ class _Reductions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _untied():
-    model = tiny_gpt.build_model()
-    model.head = torch.nn.Linear(tiny_gpt.WIDTH, tiny_gpt.VOCABULARY, bias=False)
-    return model
-
-
 def _order_with_a_head_of_its_own():
     """Sizes of the groups in the order in which they are gathered and reduced, under ZeRO 2 and 3."""
     found = []
     for stage in (2, 3):
         config = Config(precision="fp64", blocks=BLOCKS, head_group="head", dp=2, zero_stage=stage, zero_shard_degree=2)
-        file = SimpleNamespace(build_model=_untied, make_batch=tiny_gpt.make_batch, loss_fn=tiny_gpt.loss_fn)
+        file = SimpleNamespace(build_model=tiny_gpt.untied, make_batch=tiny_gpt.make_batch, loss_fn=tiny_gpt.loss_fn)
         model = ParallelModel(config, file, mesh=build_rank_mesh(config, "cpu"))
         batch = global_batch(tiny_gpt.make_batch, batch_size=2, seed=0, step=0)
         with _Reductions() as noted:

@@ -12,13 +12,14 @@ from distributed import tiny_gpt, tiny_norm
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
 from autoplan.runtime.float32_products import set_float32_products
 from autoplan.runtime.parity import Differences, largest_difference
+from autoplan.runtime.stages.grad_compression import parameter_groups
 from autoplan.runtime.stages.zero import local_part
 from autoplan.runtime.update.learning_rate import (
     LearningRate,
@@ -99,6 +100,55 @@ def _all_differences():
 def test_a_schedule_and_evaluation_between_steps_keep_every_plan_equal_to_one_process():
     for found in run_ranks(_all_differences, 2):
         assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+BESIDE_A_GRAPH = {
+    "zero 1": plan(dp=2, zero_stage=1, zero_shard_degree=2, precision="bf16"),
+    "zero 3": plan(dp=2, zero_stage=3, zero_shard_degree=2),
+    "chunked loss of a head group": plan(
+        dp=2, zero_stage=1, zero_shard_degree=2, head_group="head", chunked_head="head", loss_slice_rows=5
+    ),
+    "pp 2 in bf16": plan(pp=2, precision="bf16", schedule="1f1b"),
+}
+
+
+def _trained_and_evaluated(config, *, graph):
+    """Losses of evaluations and steps in turn; of both, which blocks were gathered whenever there was a loss."""
+    model, _ = _build(config, _model_file(config, **({"build_model": tiny_gpt.untied} if config.head_group else {})))
+    loss_fn, found, gathered = model._loss_fn, [], {False: set(), True: set()}
+
+    def noting_loss(outputs, targets):
+        modules = [pair for stage in model.stages for pair in stage.named_modules() if "blocks" in pair[0]]
+        gathered[model.stages.training].update(name for name, module in modules if _is_gathered(module))
+        return loss_fn(outputs, targets)
+
+    model._loss_fn = noting_loss
+    for step in range(2):
+        model._graph = graph
+        found.append(model.evaluate(_batch(model, 100 + step)[1])[0].item())
+        model._graph = None
+        found.append(model.step(_batch(model, step)[1]).item())
+    return found, gathered[False], gathered[True]
+
+
+def _is_gathered(module):
+    return isinstance(module, FSDPModule) and any(group.is_unsharded for group in parameter_groups(module))
+
+
+def _beside_a_graph():
+    graph = SimpleNamespace(forget_seen=lambda: None)
+    return {
+        name: [_trained_and_evaluated(config, graph=graph) for graph in (graph, None)]
+        for name, config in BESIDE_A_GRAPH.items()
+    }
+
+
+def test_an_evaluation_beside_a_graph_gathers_a_block_at_a_time_and_changes_no_number():
+    for rank, found in enumerate(run_ranks(_beside_a_graph, 2)):
+        for name, ((losses, evaluated, trained), alone) in found.items():
+            assert evaluated == set() and (losses, trained) == (alone[0], alone[2])
+            has_loss, is_freed = rank == 1 or not name.startswith("pp"), name == "zero 3"
+            assert bool(alone[1]) == bool(trained) == (has_loss and not is_freed)
 
 
 def test_rates_follow_their_formula():

@@ -109,7 +109,7 @@ def main():
     else:
         reading |= {{"n_different": arguments.repeat_batches, "fills": arguments.fill_last_batch}}
         data = training_data(model_file, seed=arguments.seed, **reading)
-        run = Run(model, arguments, data=data, n_steps=arguments.steps)
+        run = TrainingRun(model, arguments, data=data, n_steps=arguments.steps)
         steps = train_steps(model, data, n_steps=arguments.steps, planned=PLANNED, trace=trace)
 
     watch_for_hangs(model, limit_s=arguments.timeout)
@@ -160,10 +160,10 @@ _TRY_CONVOLUTIONS = """\
 """
 _RUNTIME_NAMES = (
     "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures",
-    "ProgramParser", "Run", "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_options", "check_rate",
-    "check_steps", "evaluation_data", "exit_code", "named_path", "not_negative", "parse_steps", "positive", "said_once",
-    "start_process_group", "stop_process_group", "train_steps",
-    "training_data", "watch_for_hangs", "whole_number", "write_records", "written_file", "written_folder",
+    "ProgramParser", "StepTrace", "TrainingRun", "add_checkpoint_options", "build_rank_mesh", "check_options",
+    "check_rate", "check_steps", "evaluation_data", "exit_code", "named_path", "not_negative", "parse_steps",
+    "positive", "said_once", "start_process_group", "stop_process_group", "train_steps", "training_data",
+    "watch_for_hangs", "whole_number", "write_records", "written_file", "written_folder",
 )  # fmt: skip
 
 

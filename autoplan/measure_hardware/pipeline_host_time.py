@@ -109,7 +109,7 @@ def _pipeline(ranks: Ranks, group: Any, pp: int, n_micro_batches: int) -> Callab
         boundaries=((Boundary((PerSample(1), WIDTH)),),) * (pp - 1),
         pp_rank=ranks.rank % pp,
         group=group,
-        neighbour_groups=dict.fromkeys(config.neighbours(), group),
+        p2p_groups=dict.fromkeys(config.neighbours(), group),
         device=ranks.device,
         loss=_mean,
         prepare_backward=lambda stage, is_last: None,

@@ -45,7 +45,7 @@ from .process_group import (
     stop_process_group,
 )
 from .refusal import said_once
-from .resume import Run, add_checkpoint_options
+from .resume import TrainingRun, add_checkpoint_options
 from .stages.pipeline import Boundary, PerSample
 from .step_profile import StepProfile
 from .step_trace import StepTrace, parse_steps
@@ -70,12 +70,12 @@ __all__ = [
     "PlainTraining",
     "ProgramParser",
     "RankMesh",
-    "Run",
     "Shard",
     "StepProfile",
     "StepRecord",
     "StepTrace",
     "TrainingData",
+    "TrainingRun",
     "Weights",
     "PlannedFigures",
     "WorldSizeError",

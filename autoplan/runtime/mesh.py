@@ -36,7 +36,7 @@ class RankMesh:
 
     Attributes:
         tp_group, pp_group: None when the degree is 1.
-        neighbour_groups: what this rank sends to another pipeline rank through, or receives from one, by (from, to);
+        p2p_groups: what this rank sends to another pipeline rank through, or receives from one, by (from, to);
             see `Config.neighbours`. NCCL moves what goes through one group in the order of the calls. So through one
             for all neighbours, a result would wait for those of other ranks that were called before it and are late,
             and less would move at once. Both ways share one where torch's 1F1B sends and receives in one call, that
@@ -53,13 +53,13 @@ class RankMesh:
     n_replicas: int
     tp_group: ProcessGroup | None
     pp_group: ProcessGroup | None
-    neighbour_groups: dict[tuple[int, int], ProcessGroup]
+    p2p_groups: dict[tuple[int, int], ProcessGroup]
     zero_mesh: DeviceMesh
 
     def axes_of_groups(self) -> dict[str, str]:
         """The axis ("dp", "tp" or "pp") of each process group of the mesh, by the name of the group."""
         data_parallel = (("dp", self.zero_mesh.get_group(axis)) for axis in range(self.zero_mesh.ndim))
-        pipeline = (("pp", group) for group in (self.pp_group, *self.neighbour_groups.values()))
+        pipeline = (("pp", group) for group in (self.pp_group, *self.p2p_groups.values()))
         groups = (*data_parallel, ("tp", self.tp_group), *pipeline)
         return {group.group_name: axis for axis, group in groups if group is not None and group.size() > 1}
 
@@ -67,7 +67,8 @@ class RankMesh:
 def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
     """Create the process groups of the plan; every rank must call it.
 
-    Raises: WorldSizeError when the number of processes is not the plan's.
+    Raises: WorldSizeError when the number of processes is not the plan's; DeviceMemoryError when a GPU has less free
+        memory than the plan needs.
     """
     check_world_size(config)
     replica_degree = config.dp // config.zero_shard_degree
@@ -90,12 +91,12 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
         n_replicas=replica_degree,
         tp_group=mesh["tp"].get_group() if config.tp > 1 else None,
         pp_group=mesh["pp"].get_group() if config.pp > 1 else None,
-        neighbour_groups=_neighbour_groups(config, device),
+        p2p_groups=_p2p_groups(config, device),
         zero_mesh=mesh["shard"] if replica_degree == 1 else mesh["replica", "shard"],
     )
 
 
-def _neighbour_groups(config: Config, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
+def _p2p_groups(config: Config, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
     """See `RankMesh`; every rank must call it."""
     found: dict[tuple[int, int], ProcessGroup | None] = {}
     is_few = config.receives_ahead and device.type == "cuda"

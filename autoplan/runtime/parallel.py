@@ -43,7 +43,14 @@ from .stages.pipeline import Pipeline
 from .stages.recompute import unchanged_buffers
 from .stages.stage_order import apply_in_order
 from .stages.unused import UnusedParameters
-from .stages.zero import finish_weights, free_reduced_gradients, prepare_backward, sharded_modules, whole
+from .stages.zero import (
+    finish_weights,
+    free_reduced_gradients,
+    freeing_blocks,
+    prepare_backward,
+    sharded_modules,
+    whole,
+)
 from .step_profile import OPTIMIZER_MARK
 from .tensor_parallel.collectives import all_gather, all_reduce
 from .tensor_parallel.experts import use_float64_grouped_products
@@ -261,7 +268,9 @@ class ParallelModel(nn.Module):
         batches = self._micro_batches(tensors_in_place(batch))
         self._count_targets(batches)
         self.stages.eval()
-        with unchanged_buffers(self.stages):  # generated code counts batches whatever the mode
+        # A graph keeps the memory of the parameters that its own passes gather.
+        gathers_less = freeing_blocks(self.stages, config=self.config) if self._graph is not None else nullcontext()
+        with gathers_less, unchanged_buffers(self.stages):  # generated code counts batches whatever the mode
             if self._pipeline is not None:
                 local_loss = self._pipeline.evaluate(batches)
             else:
@@ -300,7 +309,7 @@ class ParallelModel(nn.Module):
         """The stages of this rank, parallelism applied; sets `whole` and `compressed`."""
         config, mesh, generated = self.config, self.mesh, self._parallel_model
         device = self.full_build_device
-        with one_process_at_a_time(device != mesh.device):
+        with one_process_at_a_time(device != mesh.device, mesh.device):
             full = build_whole_model(build_model, seed=seed, dtype=config.parameter_dtype, device=device)
             self.whole = whole_tensors(full)
             stages = local_stages(full, config=config, mesh=mesh, parallel_model=generated)
@@ -320,7 +329,7 @@ class ParallelModel(nn.Module):
             boundaries=self._parallel_model.BOUNDARIES,
             pp_rank=self.mesh.pp_rank,
             group=self.mesh.pp_group,
-            neighbour_groups=self.mesh.neighbour_groups,
+            p2p_groups=self.mesh.p2p_groups,
             device=self.mesh.device,
             loss=self._loss,
             prepare_backward=self._prepare_backward,

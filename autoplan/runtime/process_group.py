@@ -38,7 +38,8 @@ def default_device_type() -> str:
 def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
     """Join the process group for a plan, in a program of its own: on CPU its processes share the cores of the host.
 
-    Raises: WorldSizeError when the number of processes is not the plan's; DeviceCountError when GPUs are missing.
+    Raises: WorldSizeError when the number of processes is not the plan's; DeviceCountError when GPUs are missing;
+        torch's DistError when the others, or the store of the job, are not met within `timeout_s`.
     """
     check_world_size(config)
     if device_type == "cpu":

@@ -7,7 +7,8 @@
     end       save, export the weights
 
 Without a folder for checkpoints SIGINT saves nothing, and SIGTERM ends the process at once.
-After an elastic restart the newest checkpoint of this run comes first, whatever it had started from.
+`--resume PATH` starts a run there. Its checkpoints remember PATH, so that the same command goes on from them, also
+after an elastic restart; where the folder has newer ones of another run, it is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from .checkpoints.checkpoint import KEEP, Checkpoints, Stateful, checkpoint_at, load_checkpoint, newest_of
+from .checkpoints.folder import n_steps_at, read_state
 from .checkpoints.planner import CheckpointError
 from .checkpoints.weight_files import check_export_name, export_model, load_initial_weights
 from .input_pipeline.loading import TrainingData
@@ -37,6 +40,7 @@ EXIT_STOPPED = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 # Within it a second signal is the first once more: a scheduler sends it to every process, and torchrun passes it on.
 SAME_SIGNAL_S = 1.0
+_ORIGIN = "resumed_from"  # in what a checkpoint holds of the run beside the model
 LAST_SAVE_S = 300.0  # what a save under way has left when an error ends the run
 
 
@@ -60,7 +64,20 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
     group.add_argument("--export", type=written_file, metavar="FILE", help="Write the final weights as safetensors.")
 
 
-class Run:
+@dataclass(slots=True)
+class _Origin:
+    """The PATH that a run was started from with `--resume`, which its checkpoints remember; None without one."""
+
+    path: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.path = state_dict.get("path")
+
+
+class TrainingRun:
     """What happens around the steps of a training run; every rank makes one and calls the same methods.
 
     An error inside its `with` is passed on as soon as the save under way is complete. Being told to stop in the last of
@@ -80,7 +97,8 @@ class Run:
         if options.export is not None:
             check_export_name(options.export)
         self._model, self._options, self._n_steps = model, options, n_steps
-        self._extra: dict[str, Stateful] = {} if data is None else {"data": data}
+        self._origin = _Origin()
+        self._extra: dict[str, Stateful] = {_ORIGIN: self._origin} | ({} if data is None else {"data": data})
         self._saved_step = -1
         self.was_stopped = False
         self._exit_stopped = EXIT_INTERRUPTED if options.checkpoint_dir is None else EXIT_STOPPED
@@ -93,7 +111,7 @@ class Run:
         signal.signal(signal.SIGINT, self._tell)
         self._start()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TrainingRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -131,6 +149,8 @@ class Run:
         if path is not None:
             load_checkpoint(self._model, path, extra=self._extra)
             self._saved_step = self._model.n_steps if path.parent == self._options.checkpoint_dir else -1
+            if self._given_path is not None:
+                self._origin.path = self._given_path
             self._say(f"resumed from {path}: {self._model.n_steps} steps were done")
         elif self._options.init_from is not None:
             load_initial_weights(self._model, self._options.init_from)
@@ -139,18 +159,32 @@ class Run:
     def _checkpoint_to_load(self) -> Path | None:
         """Runs on rank 0."""
         folder, choice = self._options.checkpoint_dir, self._options.resume
-        is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         own = newest_of(folder) if folder is not None else None
-        if choice in (None, "auto") or (is_restarted and own is not None):
+        if choice in (None, "auto"):
             return own
         if choice == "none":
-            if own is not None:
+            is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+            if own is not None and not is_restarted:
                 raise CheckpointError(
                     f"--resume none: found {own}, expected an empty --checkpoint-dir\n"
                     "  fix: choose another --checkpoint-dir, or --resume auto to go on"
                 )
-            return None
-        return checkpoint_at(Path(choice))
+            return own
+        if own is not None and _origin_of(own) == self._given_path:
+            return own
+        path = checkpoint_at(Path(choice))
+        if own is not None and n_steps_at(own) > (step := n_steps_at(path)):
+            raise CheckpointError(
+                f"--resume {choice}: found {own} of a run that did not start there, expected none after step {step}\n"
+                "  fix: choose another --checkpoint-dir, or --resume auto to go on from the newest"
+            )
+        return path
+
+    @property
+    def _given_path(self) -> str | None:
+        """The PATH of `--resume`, wherever the program is started."""
+        choice = self._options.resume
+        return None if choice in (None, "auto", "none") else os.path.abspath(choice)
 
     def _save(self) -> None:
         assert self._checkpoints is not None
@@ -173,3 +207,10 @@ class Run:
     def _say(self, text: str) -> None:
         if self._model.mesh.rank == 0:
             print(text, file=sys.stderr, flush=True)
+
+
+def _origin_of(checkpoint: Path) -> Any:
+    """What `_Origin.path` was as a checkpoint was saved; None in those of earlier versions."""
+    extra = read_state(checkpoint).get("extra")
+    origin = extra.get(_ORIGIN) if isinstance(extra, dict) else None
+    return origin.get("path") if isinstance(origin, dict) else None

@@ -55,6 +55,13 @@ def build_model():
     return TinyGPT()
 
 
+def untied():
+    """The model with a head of its own."""
+    model = build_model()
+    model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    return model
+
+
 def make_batch(batch_size):
     tokens = torch.randint(VOCABULARY, (batch_size, SEQ + 1))
     return tokens[:, :-1], tokens[:, 1:]

@@ -72,10 +72,18 @@ def construction_device(
 
 
 @contextmanager
-def one_process_at_a_time(is_needed: bool) -> Iterator[None]:
-    """Let the processes of one host pass one after the other, so that host memory holds one whole model."""
-    n_turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_needed else 1
-    own_turn = int(os.environ.get("LOCAL_RANK", "0")) if is_needed else 0
+def one_process_at_a_time(is_needed: bool, device: torch.device) -> Iterator[None]:
+    """Let the processes of one host pass one after the other, so that host memory holds one whole model.
+
+    All ranks must enter; `device` is that of this rank. Each turn ends for all of them together, so there are as many
+    as the host with the most processes needs.
+    """
+    own_turn, n_turns = 0, 1
+    if is_needed:
+        own_turn = int(os.environ.get("LOCAL_RANK", "0"))
+        most = torch.tensor(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        n_turns = int(most.item())
     for _ in range(own_turn):
         wait_for_all_ranks()
     yield

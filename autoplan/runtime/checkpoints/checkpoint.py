@@ -209,7 +209,7 @@ class Checkpoints:
             optimizer = {"groups": _all_groups(ranks), "values": merged(rank.values for rank in ranks)}
             state = {"schema_version": SCHEMA_VERSION, **run_state, "optimizer": optimizer}
             target = publish(part, state=state, sizes=sizes, checksums=checksums)
-            remove_old(self.folder, keep=self._keep)
+            remove_old(target, keep=self._keep)
             return target
 
         written: Path = self._from_first(complete)

@@ -90,9 +90,13 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old(folder: Path, *, keep: int) -> None:
-    """Remove all complete checkpoints but the newest `keep`; what cannot be removed stays."""
-    for path in _complete(folder)[keep:]:
+def remove_old(newest: Path, *, keep: int) -> None:
+    """Remove the checkpoints of fewer steps than `newest` beside it, but for `keep - 1`; what cannot be removed stays.
+
+    Those of more steps stay too: they were passed over as incomplete, or are of another run.
+    """
+    found = _complete(newest.parent)
+    for path in found[found.index(newest) + keep :]:
         _remove(path)
 
 
@@ -164,6 +168,20 @@ def read_state(path: Path) -> dict[str, Any]:
         found = state.get("schema_version")
         raise CheckpointError(f"{path / STATE}: schema_version: found {found!r}, expected {SCHEMA_VERSION}")
     return state
+
+
+def n_steps_at(path: Path) -> int:
+    """How many steps were done when a checkpoint was saved.
+
+    Raises: CheckpointError when it does not say so.
+    """
+    run = read_state(path).get("run")
+    n_steps = run.get("n_steps") if isinstance(run, dict) else None
+    if not isinstance(n_steps, int):
+        raise CheckpointError(
+            f"{path / STATE}: run.n_steps: found {n_steps!r}, expected a number\n  fix: choose another checkpoint"
+        )
+    return n_steps
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def training_data(
     it takes to draw or read a batch. With a `rehearsal` the first batch of a dataset is checked before it is handed
     out. `reading` has further fields of `Reading`. A function `collate(samples)` in the model file replaces torch's.
 
-    Raises: OptionError when `n_different` is below 1; DatasetError when a dataset is none.
+    Raises: OptionError when `n_different` is below 1, or `fills` is true of a dataset that can only be iterated;
+        DatasetError when a dataset is none.
     """
     if n_different is not None and n_different < 1:
         raise OptionError(
@@ -100,6 +101,11 @@ def training_data(
     if n_different is None and hasattr(model_file, "build_dataset"):
         dataset = _dataset_of(model_file, "build_dataset")
         how = _reading(model_file, "build_dataset", config, dp_rank, device, seed=seed, **reading)
+        if how.fills and not is_map_style(dataset):
+            raise OptionError(
+                f"--fill-last-batch: does nothing, as build_dataset() gives {type(dataset).__name__}, which can only be"
+                " iterated\n  expected: a dataset with __getitem__ and __len__\n  fix: leave the option out"
+            )
         return _dataset_data(dataset, how, model_file, device, rehearsal=rehearsal)
     draw = partial(
         synthetic_batches,

@@ -3,10 +3,11 @@
     epoch 0:  | global batch 0 | global batch 1 | ... | what is left |   epoch 1: ...
               | dp rank 0 | 1 | dp rank 0 | 1 |
 
-A dataset with `__getitem__` and `__len__` is shuffled by (seed, epoch); one that can only be iterated comes in its own
-order, of which every rank reads all and keeps its part (give it `set_epoch(epoch)` to shuffle by itself). No two
-data-parallel ranks get the same sample of an epoch; tensor- and pipeline-parallel ranks get those of their dp rank.
-What is left at the end of an epoch is dropped, or filled up with the first samples of the same epoch.
+A dataset with `__getitem__` and `__len__` is shuffled by (seed, epoch). One that can only be iterated comes in its own
+order, equal in every process, of which each reads all and keeps its part; it sees no workers to divide itself over
+(give it `set_epoch(epoch)` to shuffle by itself). No two data-parallel ranks get the same sample of an epoch; tensor-
+and pipeline-parallel ranks get those of their dp rank. What is left at the end of an epoch is dropped, or, with
+`__getitem__`, filled up with the first samples of the same epoch.
 
 The position is counted in samples of all ranks, so training goes on at the same sample under another plan. What
 `__getitem__` draws from the generators of torch, Python's `random` and `numpy.random` follows from (seed, epoch,
@@ -19,6 +20,7 @@ import copy
 import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from multiprocessing.context import BaseContext
@@ -26,6 +28,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from ..config import Config
 from ..refusal import DataError
@@ -56,7 +59,8 @@ class Reading:
     Attributes:
         n_workers: processes that read ahead; 0 reads in the training process.
         shuffles, repeats: a new order in each epoch; epochs without end. Training does both, evaluation neither.
-        fills: fill the last batch of an epoch up with its first samples, instead of dropping what is left.
+        fills: fill the last batch of an epoch up with its first samples, instead of dropping what is left; of a dataset
+            with `__getitem__` and `__len__` only.
         collate: makes a batch of samples.
         dataset: the function of the model file that it is from.
         pins: hand out batches in page-locked memory, from which a GPU copies while it computes.
@@ -229,14 +233,27 @@ class _RankParts(IterableDataset[Drawn]):
         worker = get_worker_info()
         own, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         size = self._reading.config.global_batch_size
-        stream = islice(iter(self._dataset), self._n_skipped, None)
+        with _without_worker_info():
+            stream = islice(iter(self._dataset), self._n_skipped, None)
         for index in count():
-            samples = list(islice(stream, size))
+            with _without_worker_info():
+                samples = list(islice(stream, size))
             if len(samples) < size:
                 return
             if index % n_workers == own:
                 first = self._n_skipped + index * size
                 yield Drawn(list(self._reading.part(samples)), self._reading.part(range(first, first + size)))
+
+
+@contextmanager
+def _without_worker_info() -> Iterator[None]:
+    """Let a dataset take this process for the only one: it would give its own part of what is divided already."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    assert get_worker_info() is None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
 
 
 def _too_small(found: str, reading: Reading, *, more: str = "more data") -> DataError:

@@ -31,12 +31,12 @@ def allow_writes(root: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             if state._fsdp_param_group is not None:
-                block = _Block(state)
+                block = _WritingBlock(state)
                 state._fsdp_param_group._register_post_backward_hook = block.enter
                 module.register_forward_hook(block.leave, with_kwargs=True)
 
 
-class _Block:
+class _WritingBlock:
     """A module that `fully_shard` divides; `_call` is of the forward pass that runs."""
 
     def __init__(self, state: Any) -> None:

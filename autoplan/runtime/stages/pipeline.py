@@ -4,7 +4,7 @@
 
 What crosses a cut is declared (`Boundary`), so no metadata is exchanged and no trial forward pass is run.
 
-What goes from one rank to another has a process group of its own (`RankMesh.neighbour_groups`).
+What goes from one rank to another has a process group of its own (`RankMesh.p2p_groups`).
 
 `fully_shard` would wait for all reductions of a stage at the end of its last backward pass, before the stage in front
 gets its gradient: the reductions of all stages would run one after the other. So that is left to the end of the step.
@@ -43,7 +43,7 @@ from torch.distributed.pipelining.schedules import _batch_p2p
 
 from ..config import Config
 from .stage_shell import CARRIER, FinishWeights, Loss, PrepareBackward, StageShell, as_floats, from_floats
-from .zero import hold_gradients, start_gathers, wait_for_reductions
+from .zero import hold_gradients, prefetch_parameters, wait_for_reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Pipeline:
     """A rank's part of the pipeline.
 
     `stages` are the modules of this rank: those of `config.stages_of(pp_rank)`. `boundaries` has one entry per cut of
-    the model. `group` has all pipeline ranks; `neighbour_groups` are those of `RankMesh`.
+    the model. `group` has all pipeline ranks; `p2p_groups` are those of `RankMesh`.
     `prepare_backward(stage, is_last_micro_batch)` is called before each backward pass of a stage;
     `finish_weights(stage, is_last_micro_batch)`, where the backward pass is split, after each half for weights instead.
     """
@@ -94,14 +94,14 @@ class Pipeline:
         boundaries: Sequence[tuple[Boundary, ...]],
         pp_rank: int,
         group: ProcessGroup,
-        neighbour_groups: Mapping[tuple[int, int], ProcessGroup],
+        p2p_groups: Mapping[tuple[int, int], ProcessGroup],
         device: torch.device,
         loss: Loss,
         prepare_backward: PrepareBackward,
         finish_weights: FinishWeights,
     ) -> None:
         self._config, self._boundaries = config, boundaries
-        self._group, self._neighbour_groups, self._device = group, neighbour_groups, device
+        self._group, self._p2p_groups, self._device = group, p2p_groups, device
         self._pp_rank = pp_rank
         self._indices = config.stages_of(pp_rank)
         self._shells = [
@@ -117,7 +117,7 @@ class Pipeline:
             for stage, index in zip(stages, self._indices, strict=True)
         ]
         if self._indices[0] == 0:
-            self._shells[0].before_second = partial(self._start_gathers, self._shells[1:])
+            self._shells[0].before_second = partial(self._prefetch_parameters, self._shells[1:])
         self._schedule: Any = None
 
     def run_step(self, inputs: tuple[torch.Tensor, ...], targets: Sequence[Any]) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Pipeline:
             shell.start_step(targets)
         holds_first, holds_last = self._indices[0] == 0, self._indices[-1] == self._config.n_stages - 1
         if not holds_first:
-            self._start_gathers(self._shells)
+            self._prefetch_parameters(self._shells)
         unused_target = torch.zeros(self._config.n_micro_batches, device=self._device)
         arguments = inputs if holds_first else ()
         self._schedule.step(*arguments, target=unused_target if holds_last else None)
@@ -151,19 +151,19 @@ class Pipeline:
     def _move(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Send or receive it, as this rank is one or the other."""
         op, peer = (dist.isend, target) if self._pp_rank == source else (dist.irecv, source)
-        group = self._neighbour_groups[source, target]
+        group = self._p2p_groups[source, target]
         # as the schedules do: through another communicator of the group in torch 2.13 than in 2.11
         for work in _batch_p2p([dist.P2POp(op, tensor, dist.get_global_rank(self._group, peer), group)]):
             work.wait()
 
-    def _start_gathers(self, shells: Sequence[StageShell]) -> None:
+    def _prefetch_parameters(self, shells: Sequence[StageShell]) -> None:
         """Gather for these stages while the rank waits for its first input.
 
         The first stage of the model does not wait, and its host would only be late with the first kernels; so what it
         gathers for later stages of its rank begins when its first forward pass is on its way.
         """
         for shell in shells:
-            start_gathers(shell.stage, config=self._config)
+            prefetch_parameters(shell.stage, config=self._config)
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> torch.Tensor:
         """Forward passes only, one micro-batch after the other; the mean loss on ranks of the last stage, else zero.
@@ -239,7 +239,7 @@ class Pipeline:
             input_args=tuple(received),
             output_args=tuple(sent),
             group=self._group,
-            neighbour_groups=self._neighbour_groups,
+            p2p_groups=self._p2p_groups,
         )
 
 
@@ -255,10 +255,10 @@ def _hold_gradients(stage: nn.Module, is_last_micro_batch: bool) -> None:
 class _Stage(PipelineStage):
     """A stage that sends and receives through the groups of its neighbours, and what `Boundary` says it does."""
 
-    def __init__(self, *args: Any, neighbour_groups: Mapping[tuple[int, int], ProcessGroup], **options: Any) -> None:
+    def __init__(self, *args: Any, p2p_groups: Mapping[tuple[int, int], ProcessGroup], **options: Any) -> None:
         super().__init__(*args, **options)
         own, global_ranks = dist.get_rank(self.group), dist.get_process_group_ranks(self.group)
-        pairs = neighbour_groups.items()
+        pairs = p2p_groups.items()
         self._to = {global_ranks[target]: found for (source, target), found in pairs if source == own}
         self._from = {global_ranks[source]: found for (source, target), found in pairs if target == own}
 
@@ -273,18 +273,18 @@ class _Stage(PipelineStage):
     _warmup_backward_result = _warmup_forward_vote
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_neighbour_groups(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._through_p2p_groups(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_neighbour_groups(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._through_p2p_groups(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_neighbour_groups(super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._through_p2p_groups(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_neighbour_groups(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._through_p2p_groups(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _through_neighbour_groups(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+    def _through_p2p_groups(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
         groups = ((op, (self._to if op.op is dist.isend else self._from)[op.peer]) for op in ops)
         return [dist.P2POp(op.op, op.tensor, op.peer, group, op.tag) for op, group in groups]
 

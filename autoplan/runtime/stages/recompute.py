@@ -24,18 +24,18 @@ def apply_recompute(root: nn.Module, names: Iterable[str], *, keeps_attention: b
     Only `forward` is replaced, so the names of modules and parameters stay. Random state is restored for the second
     forward, so dropout draws the same mask; a CUDA graph cannot do that, and no block that draws is captured. What the
     second forward writes into buffers is forgotten, so running statistics advance once; collectives inside the module
-    run a second time. Inputs that the module writes in place are kept as they were before, see `_Block`.
+    run a second time. Inputs that the module writes in place are kept as they were before, see `_RecomputedForward`.
     """
     modules = dict(root.named_modules())
     for name in names:
         if name in modules:
-            modules[name].forward = _Block(name, modules[name], modules[name].forward, keeps_attention)
+            modules[name].forward = _RecomputedForward(name, modules[name], modules[name].forward, keeps_attention)
 
 
 def recomputed_and_drawing(root: nn.Module) -> list[str]:
     """The recomputed submodules of `root` whose last call drew random numbers on the GPU."""
-    blocks = [forward for module in root.modules() if isinstance(forward := vars(module).get("forward"), _Block)]
-    return [block.name for block in blocks if block.draws]
+    own = (vars(module).get("forward") for module in root.modules())
+    return [forward.name for forward in own if isinstance(forward, _RecomputedForward) and forward.draws]
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def unchanged_buffers(root: nn.Module) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Block:
+class _RecomputedForward:
     """A recomputed forward pass.
 
     The second pass needs the inputs as the first one found them. Those that the first pass writes (`x += y`,

@@ -17,13 +17,14 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
   the end of the backward pass; under stage 3 it is gathered once per micro-batch. A large head is a group of its own
   (`Config.head_group`), so that it is gathered and reduced beside the blocks; nor is it freed before its backward pass.
 - The table holds for pipelines too, because a stage's `fully_shard` is hidden from the pipeline (see pipeline.py).
-  There, parameters that are gathered once begin to be before their first forward pass (`start_gathers`): by itself
-  `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
+  There, parameters that are gathered once begin to be before their first forward pass (`prefetch_parameters`): by
+  itself `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def _sizes(value: Any) -> list[int]:
     return [len(value), *(size for item in items for size in _sizes(item))]
 
 
-def start_gathers(root: nn.Module, *, config: Config) -> None:
+def prefetch_parameters(root: nn.Module, *, config: Config) -> None:
     """Begin to gather all parameters below `root` where they stay for the step; each block waits for its own.
 
     Until then its parameters are in the buffer that receives them, which takes the room that they will have; while a
@@ -164,6 +165,25 @@ def _set_flags(root: FSDPModule, *, reduces: bool, all_reduces: bool, frees: boo
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """The modules in `root` that gather parameters; `reshard` gives back what a pass has gathered."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def freeing_blocks(stages: Iterable[nn.Module], *, config: Config) -> Iterator[None]:
+    """Let forward passes without backward passes give back what they gather of a block at its end, as under ZeRO 3.
+
+    The rest of a stage and a large head, which the loss may read, stay gathered until `reshard`.
+    """
+    named = [pair for stage in stages for pair in stage.named_modules()]
+    blocks = [
+        module for name, module in named if isinstance(module, FSDPModule) and name not in ("", config.head_group)
+    ]
+    for block in blocks:
+        block.set_reshard_after_forward(True, recurse=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(config.zero_stage == 3, recurse=False)
 
 
 def hold_gradients(root: nn.Module) -> None:

@@ -9,13 +9,15 @@ which of these it is; its backward pass converts the gradient the other way, so 
     reduce_scatter          reduce-scatter    <->  all-gather of the gradient
     shard                   slice             <->  all-gather of the gradient
 
-`tp` is the process group; None stands for a group of one rank, where every conversion is the identity.
+`tp` is the process group, in shapes its size; None stands for a group of one rank, where every conversion is the
+identity. Those without a `dim` keep the shape.
 `blocks=k` says that the dim consists of k equal blocks which are sharded one by one (a fused QKV weight has 3):
 
     dim    | q0 q1 | k0 k1 | v0 v1 |        shard of rank 0:  | q0 | k0 | v0 |
 
 `size=n` says that the dim has n elements, which do not divide: shards have ceil(n / ranks), and what lies beyond the
-end is padding. It is cut off where shards become whole, and zeros where they are made, of values and gradients alike:
+end is padding, so n / tp in shapes is rounded up. Padding is cut off where shards become whole, and zeros where they
+are made, of values and gradients alike:
 
     dim    | a b c d e |                    shards of 2 ranks:  | a b c |  and  | d e 0 |
 """
@@ -56,45 +58,66 @@ def all_reduce_both(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
 def all_gather(
     x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
 ) -> torch.Tensor:
-    """The whole of a sharded dim; forward all-gather, backward slice."""
+    """The whole of a sharded dim; forward all-gather, backward slice.
+
+    x: [.., n / tp, ..] -> [.., n, ..] at `dim`.
+    """
     return _convert(x, _gather, _slice, tp, dim, blocks, size)
 
 
 def all_gather_reduce_grad(
     x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
 ) -> torch.Tensor:
-    """The whole of a sharded dim, to be used differently by each rank; forward all-gather, backward reduce-scatter."""
+    """The whole of a sharded dim, to be used differently by each rank; forward all-gather, backward reduce-scatter.
+
+    x: [.., n / tp, ..] -> [.., n, ..] at `dim`.
+    """
     return _convert(x, _gather, _reduce_scatter, tp, dim, blocks, size)
 
 
 def reduce_scatter(
     x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
 ) -> torch.Tensor:
-    """The rank's own shard of the sum of partial sums; forward reduce-scatter, backward all-gather."""
+    """The rank's own shard of the sum of partial sums; forward reduce-scatter, backward all-gather.
+
+    x: [.., n, ..] -> [.., n / tp, ..] at `dim`.
+    """
     return _convert(x, _reduce_scatter, _gather, tp, dim, blocks, size)
 
 
 def shard(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None) -> torch.Tensor:
-    """The rank's own shard of a whole value; forward slice, backward all-gather."""
+    """The rank's own shard of a whole value; forward slice, backward all-gather.
+
+    x: [.., n, ..] -> [.., n / tp, ..] at `dim`.
+    """
     return _convert(x, _slice, _gather, tp, dim, blocks, size)
 
 
 def shard_partial_grad(
     x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
 ) -> torch.Tensor:
-    """The rank's own shard of a value whose gradient is a partial sum; forward slice, backward zero-padding."""
+    """The rank's own shard of a value whose gradient is a partial sum; forward slice, backward zero-padding.
+
+    x: [.., n, ..] -> [.., n / tp, ..] at `dim`.
+    """
     return _convert(x, _slice, _pad, tp, dim, blocks, size)
 
 
 def pad_to_partial(
     x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
 ) -> torch.Tensor:
-    """A partial sum that holds this rank's shard and zeros elsewhere; forward zero-padding, backward slice."""
+    """A partial sum that holds this rank's shard and zeros elsewhere; forward zero-padding, backward slice.
+
+    x: [.., n / tp, ..] -> [.., n, ..] at `dim`.
+    """
     return _convert(x, _pad, _slice, tp, dim, blocks, size)
 
 
 def all_to_all(x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup | None) -> torch.Tensor:
-    """The value sharded on `from_dim` becomes sharded on `to_dim`; all-to-all both ways."""
+    """The value sharded on `from_dim` becomes sharded on `to_dim`; all-to-all both ways.
+
+    x: [.., n / tp, .., m, ..] -> [.., n, .., m / tp, ..], n at `from_dim` and m at `to_dim`, in either order.
+    """
     if _is_alone(tp):
         return x
     from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()

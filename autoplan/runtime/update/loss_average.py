@@ -17,12 +17,15 @@ import torch
 
 
 def total_count(batches: Iterable[Any], *, ignored: int) -> torch.Tensor:
-    """How many targets of some micro-batches are not `ignored`."""
+    """How many targets of some micro-batches are not `ignored`; one number in float64, of shape [].
+
+    Raises: ValueError unless the targets of each are one tensor of integers.
+    """
     return torch.stack([count(targets, ignored=ignored) for targets in batches]).sum()
 
 
 def count(targets: Any, *, ignored: int) -> torch.Tensor:
-    """How many targets are not `ignored`, in float64.
+    """How many targets are not `ignored`; one number in float64, of shape [].
 
     Raises: ValueError unless the targets are one tensor of integers.
     """

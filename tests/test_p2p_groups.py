@@ -45,7 +45,7 @@ def made_groups(schedules: list[str]) -> list[dict[str, Any]]:
         dist.new_group = spy
         mesh = build_rank_mesh(Config(pp=2, dp=2, n_micro_batches=2, schedule=schedule), "cpu")
         dist.new_group = make
-        groups = mesh.neighbour_groups
+        groups = mesh.p2p_groups
         members = {pair: dist.get_process_group_ranks(group) for pair, group in groups.items()}
         timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups.values()}
         found.append({"members": members, "names": {group.group_name for group in groups.values()}})
