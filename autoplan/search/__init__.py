@@ -95,9 +95,9 @@ def search(
     that may be good, say the best one on a similar cluster; where the space has its mesh, it is judged first.
 
     The time limit counts from the start, and what the answer takes to write is within it. With patience it counts from
-    when all meshes are known and a plan is; a search without any plan goes on for `patience_s`. It ends after
-    `planless_share` of either when no plan is known by then. Of spaces that take long to list, not all is listed; then
-    nothing is proved.
+    when all meshes are known and a plan is, and a sample of the meshes that it left takes as long again at the most; a
+    search without any plan goes on for `patience_s`. It ends after `planless_share` of either when no plan is known by
+    then. Of spaces that take long to list, not all is listed; then nothing is proved.
 
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
         when `warm_start` is of another model.
@@ -222,7 +222,7 @@ def _sample(state: SearchState) -> None:
 
     Where communication is slow, bounds by arithmetic are far below, and the same for thousands of meshes.
     """
-    until_s = state.clock() + MIN_FIRST_S
+    until_s = state.clock() + state.sampling_s()
     most = max((mesh.n_devices for mesh in state.meshes), default=0)
     first: dict[tuple[int, int], tuple[float, int]] = {}
     for score, index, examined in state.queue:
