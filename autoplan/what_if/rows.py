@@ -367,9 +367,18 @@ def _price_warnings(price: PriceRange | None, result: PointResult, given: Assump
     if price is None:
         return (f"no {given.condition.money.rent.replace('_', '-')} price known for {result.device}: no cost",)
     age = price.age_days(given.today)
-    if age is None or age <= FRESH_DAYS:
+    is_old = age is not None and age > FRESH_DAYS
+    old = (f"price of {result.device} is {age} days old ({price.day}): check it",) if is_old else ()
+    return (*_at_an_end(price, result.device), *old)
+
+
+def _at_an_end(price: PriceRange, device: str) -> tuple[str, ...]:
+    """Where a price is the lowest or the highest of several offers, and is compared with others that are not."""
+    ends = {price.high_usd: "highest", price.low_usd: "lowest"}
+    if len(ends) == 1 or price.usd not in ends:
         return ()
-    return (f"price of {result.device} is {age} days old ({price.day}): check it",)
+    offers = f"{price.low_usd:.2f} to {price.high_usd:.2f}"
+    return (f"price of {device} is the {ends[price.usd]} of its offers ({offers}), not a middle one: give your own",)
 
 
 def _like(interval: tuple[float, float] | None, value: float, of: float | None) -> tuple[float, float] | None:
