@@ -33,6 +33,7 @@ SECOND_UNITS: Mapping[str, float] = {
     "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": SECONDS_PER_HOUR,
     "d": 24 * SECONDS_PER_HOUR,
 }  # fmt: skip
+WALL_TIME_UNITS: Mapping[str, float] = {unit: SECOND_UNITS[unit] for unit in ("ms", "s", "min", "h", "d")}
 USD_PER_HOUR_UNITS: Mapping[str, float] = {"USD/h": 1}
 RATIO_UNITS: Mapping[str, float] = {"%": 0.01}
 
@@ -86,11 +87,9 @@ def _unit_message(unit: str, units: Mapping[str, float]) -> str:
 
 
 def _examples(units: Mapping[str, float], number: str = "") -> str:
-    return " or ".join(
-        f'"{number}{unit}"'
-        for unit in ("GB", "GiB", "GB/s", "Gbit/s", "us", "h", "TFLOP/s", "USD/h", "%")
-        if unit in units
-    )
+    known = ("GB", "GiB", "GB/s", "Gbit/s", "us", "h", "d", "TFLOP/s", "USD/h", "%")
+    fitting = [unit for unit in known if unit in units]
+    return " or ".join(f'"{number}{unit}"' for unit in fitting[:2])
 
 
 def format_bytes(n_bytes: float) -> str:

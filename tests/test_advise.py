@@ -312,6 +312,17 @@ def test_groups_of_a_mixed_cluster_train_together_where_that_is_faster() -> None
     assert "nothing fits" in nothing[0].advice and nothing[2].figures == "no plan"
 
 
+def test_groups_that_lack_a_precision_are_told_another_and_not_to_add_hosts(capsys) -> None:
+    # a V100 has no bf16; of fp16 and fp32, which both have, fp16 is faster
+    file = str(Path(GPT).parent / "a100_v100.toml")
+    arguments = ["advise", GPT, "--set", "size=char", "--hw", file, "--fix", "tp=1,pp=1,dp=64,zero=0"]
+    assert cli.run([*arguments, "--jobs", "1", "--format", "json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    assert verdict == "pass --precision fp16, or train on 8 x dgx_a100_x8 alone"
+    alone = mixed_rules(NO_PLAN, [_row(8, 64, compute_s=1.0), NO_PLAN], deadline_s=None)
+    assert alone[0].advice == "train on 8 x toy alone"
+
+
 def test_advise_on_a_mixed_cluster_from_the_command_line(capsys) -> None:
     file = str(Path(GPT).parent / "a100_v100.toml")
     assert groups_alone(file) == (("dgx_a100_x8", 8), ("v100_x8", 4))

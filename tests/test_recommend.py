@@ -179,6 +179,20 @@ def test_hardware_that_cannot_train_the_model_says_why(capsys) -> None:
     assert "v100_x8: 1, 2 hosts: --precision bf16" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_deadline_beyond_peak_rates_is_said_to_be_one(capsys) -> None:
+    arguments = ["recommend", GPT, "--set", "size=char", "--among", "dgx_h100_x8", "--samples", "1e13"]
+    assert cli.run([*arguments, "--deadline", "1h", "--max-hosts", "4", "--jobs", "1"]) == 6
+    out, err = capsys.readouterr()
+    said = "No cluster of at most 4 hosts trains it within 1 h: too slow even at the peak rate of its devices."
+    assert " ".join(out.split()).startswith(said) and "fix: a later --deadline, or more --max-hosts" in err
+
+
+@pytest.mark.parametrize("text", ["14", "14 us"])
+def test_a_deadline_without_a_fitting_unit_is_told_fitting_ones(text: str) -> None:
+    with pytest.raises(UsageError, match=r'use "h" or "d"$'):
+        parse_deadline(text)
+
+
 def test_candidates_have_prices_and_whole_hosts() -> None:
     names = candidates()
     assert {"dgx_a100_x8", "dgx_h100_x8", "hgx_h200_x8", "dgx_b200_x8"} <= set(names)
@@ -205,7 +219,7 @@ def test_recommend_from_the_command_line(capsys) -> None:
     assert "cost with one assumption at its" in recommendation_text(again)
     assert cli.run([*arguments, "--deadline", "1ms", "--max-hosts", "1", "--jobs", "1"]) == 6
     out, err = capsys.readouterr()
-    assert "dgx_h100_x8: not looked at: the peak rate of 1 host does not meet" in out and "not proved" in err
+    assert "dgx_h100_x8: not looked at: the peak rate of 1 host does not meet" in out and "1 host cannot meet it" in err
 
 
 def test_recommend_reads_a_file_of_questions_and_chooses_among_its_hardware(tmp_path: Path, capsys) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from whatif_toys import toy_result, toy_row
+from whatif_toys import toy_answer, toy_result, toy_row
 
 from autoplan.what_if.loss_text import LOSSES, bar
 from autoplan.what_if.points import Point
+from autoplan.what_if.report_text import whatif_report
+from autoplan.what_if.row_tables import whatif_to_dict
 from autoplan.what_if.row_text import whatif_table
 from autoplan.what_if.rows import SHARES
 
@@ -67,6 +69,19 @@ def test_no_line_of_the_text_is_wider_than_the_terminal(width: int) -> None:
     text = whatif_table([*rows, replace(rows[0], overrides=("size=13",))], width=width)
     assert max(map(len, text.splitlines())) <= width
     assert text.count("1000 x dgx_h100_x8+leaf_spine_400g") >= 4
+
+
+def test_a_row_whose_search_ended_early_is_marked_named_and_warned_of() -> None:
+    # step 2 s, interval 1 s to 4 s: with a gap of 75 % a plan of 0.5 s is possible, 300 % is the most that 2 s are more
+    sure = toy_row(result=toy_result(gap=0.2))
+    early = toy_row(result=toy_result(gap=0.75, status="feasible", n_hosts=2, n_devices=8))
+    text = whatif_report(toy_answer(sure, early), search="quick", width=400)
+    assert [line.rpartition("  ")[2] for line in text.splitlines()[2:4]] == ["fastest", "as fast, 4 idle, gap 75%"]
+    assert "a plan is at most 25.0% slower than any other of these; but that of 2 x toy_x4 by up to 300%" in text
+    assert sure.warnings == () and "- gap: share of the step" in text
+    (warning,) = whatif_to_dict(toy_answer(sure, early))["rows"][1]["warnings"]
+    assert warning.startswith("2 hosts of toy_x4, batch 8, bf16: its plan is at most 300% slower than any other")
+    assert "gap" not in whatif_report(toy_answer(sure), search="quick")
 
 
 def test_every_share_has_a_column() -> None:

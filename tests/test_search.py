@@ -346,6 +346,23 @@ def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap() -> None:
     assert result.gap > 0.0
 
 
+def test_where_time_ends_among_bounds_by_arithmetic_a_mesh_of_every_combination_of_degrees_is_cut() -> None:
+    toy, now_s = replace(loose_toy(0, n_segments=6, n_devices=8, global_batch=8), comm_factor=20.0), [0.0]
+
+    def price(mesh: Mesh) -> CostTable:
+        now_s[0] += 0.001
+        return toy.price(mesh)
+
+    options = Options(time_limit_s=0.02, top=1, fix=(("schedule", "plain"),))  # of 130 meshes about 20 are priced
+    result = search(
+        toy.space, price=price, options=options, make_plan=make_plan, clock=lambda: now_s[0], patience_s=1e6
+    )
+    assert (result.status, result.stopped_by) == ("feasible", "time limit") and result.best is not None
+    recipes_s = [recipe.estimate.step_s for recipe in result.baselines if recipe.estimate.fits]
+    assert result.best.estimate.step_s < 0.6 * min(recipes_s)
+    assert result.bound_s is not None and result.bound_s <= best_s(run(toy, replace(EXACT, fix=options.fix)))
+
+
 def test_little_is_priced_after_the_time_limit() -> None:
     toy, now_s = random_toy(8, n_segments=6, n_devices=8, global_batch=8), [0.0]
 

@@ -113,6 +113,15 @@ def test_an_old_price_is_said_to_be_old() -> None:
     assert "71 days old (2026-03-01)" in row.warnings[0]
 
 
+@pytest.mark.parametrize(("usd", "end"), [(1.0, "lowest"), (3.0, "highest"), (2.0, ""), (9.0, "")])
+def test_a_price_at_an_end_of_its_offers_is_said_to_be_there(usd: float, end: str) -> None:
+    # offers are 1 to 3 USD; a price of 9 USD is not among them
+    said = toy_row(result=toy_result(price_usd_per_device_hour=usd)).warnings
+    assert said == (
+        (f"price of Toy is the {end} of its offers (1.00 to 3.00), not a middle one: give your own",) * bool(end)
+    )
+
+
 # -------------------------------------------------------------------------------------------------------------- points
 
 

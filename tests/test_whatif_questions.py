@@ -147,6 +147,7 @@ def test_lists_of_conditions_are_rows_without_another_search() -> None:
         ("hosts = [1, 2]", "hosts = [99999999999]", "clusters.hosts"),
         ("network_scale = [1.0, 0.5]", "network_scale = [0]", "clusters.network_scale"),
         ('hw = ["dgx_a100_x8"]', "hw = []", "clusters.hw"),
+        ('hw = ["dgx_a100_x8"]', "", "whatif.toml: clusters.hw: found nothing"),
         ('rent = "reserved"', 'rent = "free"', "money.rent"),
         ("pue = 1.2", "pue = 0.5", "money.pue"),
         ('"1.80 USD/h"', '"0 USD/h"', "money.price.dgx_a100_x8"),
@@ -158,6 +159,7 @@ def test_lists_of_conditions_are_rows_without_another_search() -> None:
         ('capex = "25000 USD"', "", "money.own.capex"),
         ('electricity = "0.12 USD/kWh"', "electricity = 0.12", "money.electricity"),
         ('restart = "5 min"', 'restart = "5"', "reliability.restart"),
+        ('device_mtbf = "50000 h"', 'device_mtbf = "50000"', 'no unit; use "h" or "d"'),
         ("spare_hosts = 2", "spare_hosts = -1", "reliability.spare_hosts"),
         ("[loading]", "[loadnig]", 'did you mean "loading"'),
         (

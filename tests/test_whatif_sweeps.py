@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +16,7 @@ from whatif_toys import keep_points_apart, toy_result
 import autoplan
 from autoplan import api, cli
 from autoplan.checks.options import parse_fix
-from autoplan.errors import InputError
+from autoplan.errors import InputError, StoppedError
 from autoplan.hardware.cluster import load_hardware
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
@@ -23,6 +27,7 @@ from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import ask
 from autoplan.what_if.other_sizes import of_other_sizes
 from autoplan.what_if.points import Point, searched
+from autoplan.what_if.processes import done_in_processes
 from autoplan.what_if.question import Question, checked_question, parse_question
 from autoplan.what_if.row_tables import row_to_dict
 from autoplan.what_if.sweep import Task
@@ -133,6 +138,28 @@ def test_batch_and_precision_of_the_options_are_those_of_the_question() -> None:
     for changes in ({"global_batches": (64,)}, {"precisions": ("fp16", "bf16")}):
         with pytest.raises(InputError, match="expected: one of the two"):
             checked_question(replace(given, **changes), where="q")
+
+
+def test_processes_are_born_with_interrupts_blocked_and_the_parent_is_not() -> None:
+    ((key, blocked),) = done_in_processes(signal.pthread_sigmask, {"a": (signal.SIG_BLOCK, ())}, n_jobs=2)
+    assert key == "a" and signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_processes_end_at_once_with_what_they_run_and_what_they_have_not_read() -> None:
+    unread = (0.0, "x" * 2**20)  # more than a pipe holds; `time.sleep` refuses it when it has been read
+    done = done_in_processes(time.sleep, {"short": (0.0,), "long": (600.0,), "waiting": unread}, n_jobs=2)
+    assert next(done) == ("short", None)
+    started_s = time.perf_counter()
+    done.close()
+    assert time.perf_counter() - started_s < 5.0 and not multiprocessing.active_children()
+
+
+def test_what_a_process_raises_is_raised_and_one_that_ends_is_an_error() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        list(done_in_processes(int, {"a": ("x",)}, n_jobs=1))
+    with pytest.raises(StoppedError, match="ended before its time"):
+        list(done_in_processes(os._exit, {"a": (1,)}, n_jobs=1))
 
 
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

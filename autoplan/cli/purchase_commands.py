@@ -13,6 +13,7 @@ import click
 
 from autoplan.errors import InputError, StoppedError, UsageError
 from autoplan.options import OBJECTIVES, PRECISIONS, Options
+from autoplan.plain_text import count
 
 from .console import print_result, stdout_kept_clean, text_width, told_while_tracing
 from .page_files import PageFiles
@@ -185,6 +186,8 @@ def recommend_command(
                 progress=tell_points,
             )
     _print_purchase(answer, recommendation_to_dict, recommendation_text, output_format=output_format)
+    if answer.best is None and answer.is_beyond_peak_rates:
+        raise StoppedError(f"{count(max_hosts, 'host')} cannot meet it\n  fix: a later --deadline, or more --max-hosts")
     if answer.best is None:
         raise StoppedError("no cluster that was looked at meets it; that none does is not proved")
 

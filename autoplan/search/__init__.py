@@ -95,9 +95,9 @@ def search(
     that may be good, say the best one on a similar cluster; where the space has its mesh, it is judged first.
 
     The time limit counts from the start, and what the answer takes to write is within it. With patience it counts from
-    when all meshes are known and a plan is; a search without any plan goes on for `patience_s`. It ends after
-    `planless_share` of either when no plan is known by then. Of spaces that take long to list, not all is listed; then
-    nothing is proved.
+    when all meshes are known and a plan is, and a sample of the meshes that it left takes as long again at the most; a
+    search without any plan goes on for `patience_s`. It ends after `planless_share` of either when no plan is known by
+    then. Of spaces that take long to list, not all is listed; then nothing is proved.
 
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
         when `warm_start` is of another model.
@@ -183,8 +183,10 @@ def _prove(state: SearchState, space: SearchSpace) -> None:
     for up_to, with_chunks in ((CUT, False), (CUT, True)):
         _advance(state, up_to=up_to, with_chunks=with_chunks)
     state.kept_share = 0.0
-    if state.stopped == "time limit" and not state.is_late():
-        state.stopped = ""
+    if state.stopped == "time limit":
+        _sample(state)
+        if not state.is_late():
+            state.stopped = ""
     if not state.stopped:
         look_beyond(state, space)
     for up_to, with_chunks in ((SOLVED, False), (RELAXED, True), (SOLVED, True)):
@@ -213,6 +215,26 @@ def _advance(state: SearchState, *, up_to: int, with_chunks: bool) -> None:
 def _may_hold_better(state: SearchState) -> bool:
     """Whether the first mesh of the queue may beat the best plan."""
     return bool(state.queue) and state.queue[0][0] < faster_than(state.score_to_beat(), gap=state.gap)
+
+
+def _sample(state: SearchState) -> None:
+    """Cut the most promising mesh of each combination of degrees that uses all devices, where time ran out before.
+
+    Where communication is slow, bounds by arithmetic are far below, and the same for thousands of meshes.
+    """
+    until_s = state.clock() + state.sampling_s()
+    most = max((mesh.n_devices for mesh in state.meshes), default=0)
+    first: dict[tuple[int, int], tuple[float, int]] = {}
+    for score, index, examined in state.queue:
+        mesh = state.meshes[index]
+        if examined < CUT and mesh.n_chunks == 1 and mesh.n_devices == most:
+            degrees = mesh.tp, mesh.pp
+            first[degrees] = min(first.get(degrees, (score, index)), (score, index))
+    for score, index in sorted(first.values()):
+        limit = state.score_to_beat()
+        if score >= limit or (state.is_late() and state.clock() >= until_s):
+            return
+        consider_cut(state, index, limit=limit)
 
 
 def _try_simpler(state: SearchState) -> None:

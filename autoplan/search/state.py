@@ -17,7 +17,7 @@ from autoplan.search.twins import recomputes_kept, twin_of
 from autoplan.solver.linear_model import INFINITY
 
 UNPRICED, PRICED, CUT, RELAXED, SOLVED = range(5)  # how far a mesh in the queue has been examined
-MIN_FIRST_S = 0.25  # for what comes before the queue, however short the time limit is
+MIN_FIRST_S = 0.25  # for what comes before the queue and for a sample of it, however short the time limit is
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
 
 
@@ -104,6 +104,11 @@ class SearchState:
         if limit_s is None:
             return INFINITY
         return max(MIN_FIRST_S, share * limit_s if self.patience_s is None else self.planless_share * self.patience_s)
+
+    def sampling_s(self) -> float:
+        """How long to look for a better plan where the time limit is over: with patience, for as long again."""
+        limit_s = self.options.time_limit_s
+        return MIN_FIRST_S if limit_s is None or self.patience_s is None else max(MIN_FIRST_S, limit_s)
 
     def is_late(self) -> bool:
         """Whether no time is left."""

@@ -67,7 +67,7 @@ def _train_together(together: WhatIfRow, best: WhatIfRow | None, gain: float | N
     figures = together.detail or f"{together.plan}{idle}"
     if best is None or gain is None:
         is_possible = together.step_s is not None
-        text = "train on all groups together: no group alone holds it" if is_possible else "nothing fits: add hosts"
+        text = "train on all groups together: no group alone holds it" if is_possible else _not_together(together, best)
         return Advice("groups of different devices", True, text, figures)
     name = f"{best.n_hosts} x {best.hardware}"
     if gain > 1.0 + LITTLE:
@@ -79,6 +79,25 @@ def _train_together(together: WhatIfRow, best: WhatIfRow | None, gain: float | N
     else:
         text = f"train on {name} alone, and give the other hosts other work: together is {gain:.2f} times as fast"
     return Advice("groups of different devices", True, text, f"together: {figures}; {name}: {best.plan}")
+
+
+def _not_together(together: WhatIfRow, best: WhatIfRow | None) -> str:
+    """What to do where all groups together have no plan: what cannot be asked of one of them is no lack of memory."""
+    alone = "" if best is None else f"train on {best.n_hosts} x {best.hardware} alone"
+    if together.status != "unusable":
+        return alone or "nothing fits: add hosts"
+    shared = _shared_precision(together)
+    ways = [f"pass --precision {shared}" if shared else "", alone]
+    return ", or ".join(filter(None, ways)) or "ask for something else: the groups cannot train it so"
+
+
+def _shared_precision(together: WhatIfRow) -> str:
+    """The fastest precision that all groups have, where one of them lacks that asked for; "" else."""
+    peaks = [dict(group.device.peak_flops_per_s) for group in load_cluster(together.hardware).groups]
+    shared = [name for name in peaks[0] if all(name in own for own in peaks)]
+    if together.precision in shared:
+        return ""
+    return max(shared, key=lambda name: min(own[name] for own in peaks), default="")
 
 
 def _train_apart(together: WhatIfRow, known: Sequence[WhatIfRow], gain: float | None) -> Advice:

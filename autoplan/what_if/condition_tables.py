@@ -16,7 +16,7 @@ from autoplan.what_if.table_values import fields_at, table_at, text_at
 
 LISTED = ("money", "reliability", "loading")  # tables whose values may be lists
 
-_SECONDS = Quantity(units.SECOND_UNITS, 1e-3, 1e12, "10 min", "time")
+_SECONDS = Quantity(units.WALL_TIME_UNITS, 1e-3, 1e12, "10 min", "time")
 _SHARE = Quantity(units.RATIO_UNITS, 1e-6, 1.0, "10 %", "share")
 _RATE = Quantity(units.BYTE_RATE_UNITS, units.MB, 1e18, "10 GB/s", "rate")
 _USD = Quantity({"USD": 1.0}, 0.01, 1e9, "30000 USD", "amount")
@@ -35,7 +35,7 @@ _OWN: Mapping[str, tuple[str, Quantity]] = {
     "support_share_per_year": ("support_share_per_year", _SHARE),
 }
 _RELIABILITY: Mapping[str, tuple[str, Quantity]] = {
-    "device_mtbf": ("device_mtbf_s", Quantity(units.SECOND_UNITS, 1.0, 1e12, "50000 h", "time between failures")),
+    "device_mtbf": ("device_mtbf_s", Quantity(units.WALL_TIME_UNITS, 1.0, 1e12, "50000 h", "time between failures")),
     "checkpoint": ("checkpoint_s", _SECONDS),
     "checkpoint_rate_per_host": ("checkpoint_bytes_per_s_per_host", _RATE),
     "restart": ("restart_s", _SECONDS),

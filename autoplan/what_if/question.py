@@ -153,6 +153,11 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
     label = f"{where}: workload"
     check_keys(workload, label, _KEYS["workload"])
     check_keys(clusters, f"{where}: clusters", _KEYS["clusters"])
+    if "hw" not in clusters:
+        raise InputError(
+            f"{where}: clusters.hw: found nothing\n  expected: names of hardware profiles\n"
+            '  fix: write hw = ["dgx_a100_x8"] below [clusters], or name them on the command line'
+        )
     options = options or Options()
     if "fix" in workload:
         options = replace(options, fix=parse_fix([text_at(workload, label, "fix")]))

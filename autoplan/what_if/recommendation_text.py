@@ -51,6 +51,9 @@ def swings_table(answer: Recommendation, *, width: int = WIDTH) -> str:
 def _sentence(answer: Recommendation) -> str:
     looked = f"{count(answer.n_looked_at, 'cluster')} looked at"
     row = answer.best or answer.nearest
+    if answer.is_beyond_peak_rates:
+        hosts = f"at most {count(answer.max_hosts, 'host')}"
+        return f"No cluster of {hosts} trains it {answer.wanted}: too slow even at the peak rate of its devices."
     if row is None:
         return f"Nothing that was looked at trains it {answer.wanted}, nor at all ({looked})."
     assert row.train_s is not None and row.cost_usd is not None

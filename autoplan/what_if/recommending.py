@@ -28,7 +28,7 @@ from autoplan.hardware import HardwareProfile, hardware_names, load_hardware_pro
 from autoplan.hardware.cluster import load_hardware
 from autoplan.plain_text import count
 from autoplan.planning.problem import default_global_batch
-from autoplan.units import SECOND_UNITS, parse_quantity
+from autoplan.units import WALL_TIME_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, much_cheaper, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, continued, trace_all
 from autoplan.what_if.points import QUICK_PLANS, combinations
@@ -52,6 +52,7 @@ class Recommendation:
     """An answer; `best` is None when no cluster looked at meets what was asked.
 
     Attributes:
+        max_hosts: the most that were asked for.
         passed_over: the fastest within the budget, where that is another one.
         much_cheaper: within the budget, one that may be as fast by the interval of the best, and costs much less.
         alternatives: the next best that meet it, of other hardware or another number of hosts.
@@ -64,6 +65,7 @@ class Recommendation:
     """
 
     wanted: str
+    max_hosts: int
     best: WhatIfRow | None
     passed_over: WhatIfRow | None
     alternatives: tuple[WhatIfRow, ...]
@@ -76,6 +78,11 @@ class Recommendation:
     swings: tuple[Swing, ...] = ()
     is_interrupted: bool = False
     much_cheaper: WhatIfRow | None = None
+
+    @property
+    def is_beyond_peak_rates(self) -> bool:
+        """Whether nothing was worth looking at: no cluster so large meets the deadline."""
+        return self.n_looked_at == 0 and self.limit.deadline_s is not None and not self.is_interrupted
 
 
 def recommend(
@@ -115,6 +122,7 @@ def recommend(
     best, quickest = (met[0], limit.quickest(met)) if met else (None, None)
     return Recommendation(
         wanted=limit.text(),
+        max_hosts=max_hosts,
         best=best,
         passed_over=quickest if best and quickest and limit.score(quickest) < limit.score(best) else None,
         alternatives=_alternatives(met),
@@ -193,7 +201,7 @@ def parse_deadline(text: str) -> float:
     Raises: UsageError for what is no time.
     """
     try:
-        seconds = parse_quantity(text, SECOND_UNITS)
+        seconds = parse_quantity(text, WALL_TIME_UNITS)
     except ValueError as error:
         raise UsageError(f"--deadline: found {text!r}\n  expected: a time such as 14d or 36h\n  fix: {error}") from None
     return seconds
@@ -231,7 +239,7 @@ def _check_prices(question: Question, today: date) -> None:
         hardware = load_hardware(name)
         if not isinstance(hardware, HardwareProfile):
             raise UsageError.of(
-                "--among", found=name, expected="one kind of host", fix="compare it with autoplan whatif"
+                "hardware", found=name, expected="one kind of host", fix="compare it with autoplan whatif"
             )
         price = rent_price(
             hardware.device.name,
@@ -243,7 +251,7 @@ def _check_prices(question: Question, today: date) -> None:
         )
         if price is None:
             raise UsageError(
-                f"--among {name}: found no {rent.replace('_', '-')} price of {hardware.device.name}\n"
+                f"hardware {name}: found no {rent.replace('_', '-')} price of {hardware.device.name}\n"
                 f"  expected: a price, since the answer is a price\n  fix: --price {name}=2.50, or --prices FILE"
             )
 

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from autoplan.options import AS_COMPUTED
 from autoplan.plain_text import WIDTH, count, percent
 from autoplan.units import GB, SECONDS_PER_HOUR, format_seconds
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.points import QUICK_PLANS
-from autoplan.what_if.row_text import bullets, whatif_table
-from autoplan.what_if.rows import Assumptions
+from autoplan.what_if.row_text import bullets, names_of, whatif_table
+from autoplan.what_if.rows import Assumptions, WhatIfRow, excess, may_be_far_off
 
 
 def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
     """The table, and what it rests on."""
     sweep = answer.sweep
     searched = f"{QUICK_PLANS}; --search full looks at all schedules" if search == "quick" else "all plans"
-    gaps = [row.gap for row in answer.rows if row.gap is not None]
-    proof = f"; none of them is faster by more than {max(gaps):.1%}" if gaps else ""
     notes = [
-        f"searched: {searched}{proof}",
+        "; ".join([f"searched: {searched}", *_worst_cases(answer.rows)]),
         f"{count(len(sweep.results), 'point')}, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
         *assumption_texts(answer.assumptions),
     ]
     return f"{whatif_table(answer.rows, width=width)}\nIt rests on\n{bullets(notes, width=width)}\n"
+
+
+def _worst_cases(rows: Sequence[WhatIfRow]) -> Iterator[str]:
+    """How far plans are from the best ones at the most; those that may be far off have names."""
+    proved = [(more, row) for row in rows if (more := excess(row)) is not None]
+    near = [more for more, row in proved if not may_be_far_off(row)]
+    if near:
+        yield f"a plan is at most {max(near):.1%} slower than any other of these"
+    far = sorted(((more, row) for more, row in proved if may_be_far_off(row)), key=lambda pair: pair[0], reverse=True)
+    names = names_of([row for _, row in far], among=rows)
+    if names:
+        others = f", those of {count(len(names) - 1, 'other point')} marked gap by less" if names[1:] else ""
+        yield f"{'but ' if near else ''}that of {names[0]} by up to {far[0][0]:.0%}{others}"
 
 
 def assumption_texts(given: Assumptions) -> tuple[str, ...]:

@@ -14,12 +14,24 @@ from dataclasses import dataclass, replace
 from autoplan.plain_text import WIDTH, count, folded, rate_text, text_table
 from autoplan.units import BILLION, MILLION, THOUSAND, GiB, format_seconds, format_share, format_usd
 from autoplan.what_if.loss_text import loss_table
-from autoplan.what_if.rows import Axis, WhatIfRow, as_fast, fastest, off_by, pace, point_name, rate_unit, varying
+from autoplan.what_if.rows import (
+    Axis,
+    WhatIfRow,
+    as_fast,
+    fastest,
+    may_be_far_off,
+    off_by,
+    pace,
+    point_name,
+    rate_unit,
+    varying,
+)
 
 N_EXPLAINED = 24  # rows whose losses and plans are printed; of more, they are in CSV and JSON
 ABSENT = "n/a"
 KWH_PER_MWH = 1000
 STACKED_INDENT = 4
+GAP_NOTE = "gap: share of the step that a better plan might save; shown where it is more than the interval"
 Series = tuple[object, ...]
 
 
@@ -149,9 +161,10 @@ def _memory(row: WhatIfRow, rows: Rows) -> str:
 
 
 def _marks(row: WhatIfRow, rows: Rows) -> str:
-    """`as fast, 4 idle`."""
+    """`as fast, 4 idle, gap 72%`."""
     rank = "" if row not in rows.as_fast else "fastest" if row is rows.fastest else "as fast"
-    return ", ".join(filter(None, [rank, f"{row.n_idle_devices} idle" if row.n_idle_devices else ""]))
+    gap = f"gap {row.gap:.0%}" if may_be_far_off(row) else ""
+    return ", ".join(filter(None, [rank, f"{row.n_idle_devices} idle" if row.n_idle_devices else "", gap]))
 
 
 def _cheapest(row: WhatIfRow, rows: Rows) -> str:
@@ -290,7 +303,15 @@ def _batch_text(rows: Sequence[WhatIfRow]) -> str:
 def _notes_text(known: Rows, *, width: int) -> str:
     columns = (*_speed_columns(known.rows), *(TOTALS if any(row.train_s for row in known.rows) else ()))
     columns += OWNING if any(row.train_s for row in known.rows) else ()
-    return bullets((column.note for column in columns if column.note and _says_something(column, known)), width=width)
+    notes = [column.note for column in columns if column.note and _says_something(column, known)]
+    notes += [GAP_NOTE] if any(map(may_be_far_off, known.rows)) else []
+    return bullets(notes, width=width)
+
+
+def names_of(rows: Sequence[WhatIfRow], *, among: Sequence[WhatIfRow]) -> tuple[str, ...]:
+    """What tables of `among` call these rows, each once; conditions change no plan."""
+    known = Rows.of([replace(row, condition=None) for row in among])
+    return tuple(dict.fromkeys(_label(replace(row, condition=None), known).strip() for row in rows))
 
 
 def price_text(row: WhatIfRow) -> str:

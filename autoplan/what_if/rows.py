@@ -157,6 +157,18 @@ def off_by(row: WhatIfRow) -> str | None:
     return " ".join(f"{bound_s / row.step_s - 1.0:+.0%}" for bound_s in row.step_s_interval)
 
 
+def excess(row: WhatIfRow) -> float | None:
+    """By what share its step may be longer than another plan's: step / bound - 1; None where nothing is proved."""
+    return None if row.gap is None or row.gap >= 1.0 else row.gap / (1.0 - row.gap)
+
+
+def may_be_far_off(row: WhatIfRow) -> bool:
+    """Whether the search left room for a plan whose step is below the interval of this one."""
+    if row.step_s is None or row.step_s_interval is None or row.gap is None:
+        return False
+    return (1.0 - row.gap) * row.step_s < row.step_s_interval[0]
+
+
 def as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     """The rows than which none is faster, by more than a search leaves open."""
     known = [(per_s, row) for row in rows if (per_s := pace(row)) is not None]
@@ -221,7 +233,7 @@ def _with_speed(row: WhatIfRow, result: PointResult, wall: WallTime) -> WhatIfRo
     assert result.step_s is not None and result.n_used_devices is not None
     parts = dict(wall.parts_s or ())
     total_s = wall.total_s
-    return replace(
+    row = replace(
         row,
         gap=result.gap,
         plan=result.plan,
@@ -241,17 +253,29 @@ def _with_speed(row: WhatIfRow, result: PointResult, wall: WallTime) -> WhatIfRo
         checkpoint_s=wall.checkpoint_s,
         checkpoint_interval_steps=None if wall.goodput is None else wall.goodput.n_steps,
         shares=() if total_s is None else tuple((name, parts[f"{name}_s"] / total_s) for name in SHARES),
-        warnings=(*wall.warnings, *_memory_warnings(row, result)),
     )
+    return replace(row, warnings=(*wall.warnings, *_memory_warnings(row, result), *_search_warnings(row)))
 
 
 def _memory_warnings(row: WhatIfRow, result: PointResult) -> tuple[str, ...]:
     """Where nothing was found whose memory suffices with the confidence asked for."""
     if result.unmet_confidence is None or result.chance_short_of_memory is None:
         return ()
-    where = f"{count(row.n_hosts, 'host')} of {row.hardware}, batch {row.global_batch}, {row.precision}"
     text = f"no plan was found that fits with {percent(result.unmet_confidence)} confidence"
-    return (f"{where}: {text}; memory falls short with a chance of {result.chance_short_of_memory:.0%}",)
+    return (f"{_place(row)}: {text}; memory falls short with a chance of {result.chance_short_of_memory:.0%}",)
+
+
+def _search_warnings(row: WhatIfRow) -> tuple[str, ...]:
+    """Where the search ended so early that its interval does not say how fast the cluster may be."""
+    more = excess(row)
+    if more is None or not may_be_far_off(row):
+        return ()
+    text = f"its plan is at most {more:.0%} slower than any other of the space searched"
+    return (f"{_place(row)}: {text}, which is more than its interval; a longer --time-limit may find a better one",)
+
+
+def _place(row: WhatIfRow) -> str:
+    return f"{count(row.n_hosts, 'host')} of {row.hardware}, batch {row.global_batch}, {row.precision}"
 
 
 def _with_totals(
@@ -343,9 +367,18 @@ def _price_warnings(price: PriceRange | None, result: PointResult, given: Assump
     if price is None:
         return (f"no {given.condition.money.rent.replace('_', '-')} price known for {result.device}: no cost",)
     age = price.age_days(given.today)
-    if age is None or age <= FRESH_DAYS:
+    is_old = age is not None and age > FRESH_DAYS
+    old = (f"price of {result.device} is {age} days old ({price.day}): check it",) if is_old else ()
+    return (*_at_an_end(price, result.device), *old)
+
+
+def _at_an_end(price: PriceRange, device: str) -> tuple[str, ...]:
+    """Where a price is the lowest or the highest of several offers, and is compared with others that are not."""
+    ends = {price.high_usd: "highest", price.low_usd: "lowest"}
+    if len(ends) == 1 or price.usd not in ends:
         return ()
-    return (f"price of {result.device} is {age} days old ({price.day}): check it",)
+    offers = f"{price.low_usd:.2f} to {price.high_usd:.2f}"
+    return (f"price of {device} is the {ends[price.usd]} of its offers ({offers}), not a middle one: give your own",)
 
 
 def _like(interval: tuple[float, float] | None, value: float, of: float | None) -> tuple[float, float] | None:

@@ -3,21 +3,19 @@
     tasks --kept results--> those left --processes--> results, in the order of the tasks
 
 A result belongs to all that it depends on: the graph, the cluster, the options, and the text of autoplan, so a changed
-question searches only what changed. An interrupt keeps what is done. Processes are started afresh (`spawn`), since
-torch and the solver have threads; each reads a graph once.
+question searches only what changed. An interrupt keeps what is done. A process reads a graph once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +28,7 @@ from autoplan.planning.problem import Problem
 from autoplan.tensor_parallel.layout_cache import own_hash, rule_hashes
 from autoplan.user_cache import cache_entry, package_version, read_checked, write_checked
 from autoplan.what_if.points import PointResult, solve_point, unusable
+from autoplan.what_if.processes import done_in_processes
 
 FOLDER = "points"
 INTERRUPTED = "interrupted"
@@ -101,11 +100,12 @@ def run_sweep(
     n_kept, processor_s, is_interrupted = len(found), 0.0, False
     progress(n_kept, len(found) + len(waiting))
     try:
-        for key, (result, spent_s) in _solve_all(waiting, graphs, n_jobs=n_jobs, executor=executor):
-            found[key] = result
-            processor_s += spent_s
-            _keep(key, result)
-            progress(len(found), n_kept + len(waiting))
+        with closing(_solve_all(waiting, graphs, n_jobs=n_jobs, executor=executor)) as solved:
+            for key, (result, spent_s) in solved:
+                found[key] = result
+                processor_s += spent_s
+                _keep(key, result)
+                progress(len(found), n_kept + len(waiting))
     except KeyboardInterrupt:
         is_interrupted = True
     results = tuple(
@@ -125,7 +125,7 @@ def default_n_jobs() -> int:
 
 def _solve_all(
     waiting: Mapping[str, Task], graphs: Mapping[str, OpGraph], *, n_jobs: int, executor: Executor | None
-) -> Iterator[tuple[str, Solved]]:
+) -> Generator[tuple[str, Solved], None, None]:
     if executor is not None:
         yield from _solve_on(executor, waiting, graphs)
         return
@@ -133,10 +133,9 @@ def _solve_all(
         for key, task in waiting.items():
             yield key, _solve(task, graphs)
         return
-    context = multiprocessing.get_context("spawn")
-    n_jobs = min(n_jobs, len(waiting))
-    with ProcessPoolExecutor(n_jobs, mp_context=context, initializer=_leave_interrupts) as pool:
-        yield from _solve_on(pool, waiting, graphs)
+    packed = {name: pickle.dumps(graph) for name, graph in graphs.items()}
+    calls = {key: (task, packed[task.graph]) for key, task in waiting.items()}
+    yield from done_in_processes(_solve_in_worker, calls, n_jobs=n_jobs)
 
 
 def _solve_on(
@@ -159,11 +158,6 @@ def _as_done(futures: dict[Future[Solved], str]) -> Iterator[tuple[str, Solved]]
         done, left = wait(left, return_when=FIRST_COMPLETED)
         for future in done:
             yield futures[future], future.result()
-
-
-def _leave_interrupts() -> None:
-    """In a worker: Ctrl-C is for the parent, which ends the sweep."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _solve_in_worker(task: Task, packed: bytes) -> Solved:
