@@ -27,10 +27,10 @@ from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import ask
 from autoplan.what_if.other_sizes import of_other_sizes
 from autoplan.what_if.points import Point, searched
-from autoplan.what_if.processes import done_in_processes
 from autoplan.what_if.question import Question, checked_question, parse_question
 from autoplan.what_if.row_tables import row_to_dict
 from autoplan.what_if.sweep import Task
+from autoplan.what_if.worker_pool import done_in_processes
 
 CHECKOUT = Path(__file__).parent.parent
 GPT = str(CHECKOUT / "examples" / "gpt.py")

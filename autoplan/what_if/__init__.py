@@ -4,7 +4,7 @@
     WhatIfRow --> text (`row_text`), CSV, JSON (`row_tables`), Recommendation (`recommending`), Advice (`advising`)
 
     question      the question, made by flags from the command line, and from a file by table_values, condition_tables
-    asking        the whole way, with sweep: many points, each kept, and processes, which end with an interrupt; prices
+    asking        the whole way, with sweep: many points, each kept, by a worker_pool that an interrupt ends; prices
                   other_links: clusters with those
                   other_sizes: a plan serves every cluster that has its devices; all_schedules: and may have others
     rows          what a row says, from conditions, goodput (failures) and money

@@ -28,7 +28,7 @@ from autoplan.planning.problem import Problem
 from autoplan.tensor_parallel.layout_cache import own_hash, rule_hashes
 from autoplan.user_cache import cache_entry, package_version, read_checked, write_checked
 from autoplan.what_if.points import PointResult, solve_point, unusable
-from autoplan.what_if.processes import done_in_processes
+from autoplan.what_if.worker_pool import done_in_processes
 
 FOLDER = "points"
 INTERRUPTED = "interrupted"

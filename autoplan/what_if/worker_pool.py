@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from autoplan.errors import StoppedError
 
 Result = TypeVar("Result")
+_ENDED = "a search process ended before its time\n  fix: --jobs 1, or more memory"
 
 
 def done_in_processes(
@@ -44,14 +45,14 @@ def done_in_processes(
                 under_way[ours] = ""
         for connection in under_way:
             under_way[connection], arguments = next(left)
-            connection.send(arguments)
+            _send(connection, arguments)
         while under_way:
             for connection in [ours for ours in wait(list(under_way)) if isinstance(ours, Connection)]:
                 yield under_way.pop(connection), _received(connection)
                 following = next(left, None)
                 if following is not None:
                     under_way[connection], arguments = following
-                    connection.send(arguments)
+                    _send(connection, arguments)
     finally:
         for process in processes:
             process.kill()
@@ -70,11 +71,18 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _send(connection: Connection, arguments: tuple[Any, ...]) -> None:
+    try:
+        connection.send(arguments)
+    except OSError:
+        raise StoppedError(_ENDED) from None
+
+
 def _received(connection: Connection) -> Any:
     try:
         result, error = connection.recv()
-    except (EOFError, ConnectionResetError):
-        raise StoppedError("a search process ended before its time\n  fix: --jobs 1, or more memory") from None
+    except (EOFError, OSError):
+        raise StoppedError(_ENDED) from None
     if error is not None:
         raise error
     return result
