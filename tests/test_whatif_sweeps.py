@@ -80,7 +80,10 @@ def test_more_hosts_are_never_slower_than_fewer(monkeypatch: pytest.MonkeyPatch,
     assert two.gap == (None if found == "nothing" else pytest.approx(max(0.0, 1.0 - 0.01 / (one.step_s or 0.0))))
     assert [problem.hardware.n_hosts for problem in asked] == [1, 2, 2]
     monkeypatch.setattr(sweeping, "solve_point", solve)
-    assert ask(_question(options=PLAIN)).rows == (one, two)  # all three searches are kept
+    again = ask(_question(options=PLAIN))
+    assert (again.rows == (one, two)) == (
+        found == "nothing"
+    )  # all three searches are kept, but for one far from a proof
 
 
 def test_the_mesh_of_a_quick_plan_is_judged_under_every_schedule() -> None:
@@ -102,6 +105,14 @@ def test_a_plan_counts_for_every_number_of_hosts_that_has_its_devices() -> None:
     assert {place: task.options.fix for place, task in of_other_sizes(points, tasks, results).items()} == {
         1: (("dp", "8"),)
     }
+
+
+@pytest.mark.parametrize(("gap", "n_kept"), [(0.05, 1), (0.5, 0)])
+def test_what_was_left_far_from_a_proof_is_searched_again(monkeypatch: pytest.MonkeyPatch, gap, n_kept) -> None:
+    solve = sweeping.solve_point
+    monkeypatch.setattr(sweeping, "solve_point", lambda *given, **named: replace(solve(*given, **named), gap=gap))
+    for known in (0, n_kept):
+        assert ask(_question(hosts=(1,), options=PLAIN)).sweep.n_kept == known
 
 
 def test_a_damaged_result_is_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

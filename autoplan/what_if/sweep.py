@@ -3,7 +3,8 @@
     tasks --kept results--> those left --processes--> results, in the order of the tasks
 
 A result belongs to all that it depends on: the graph, the cluster, the options, and the text of autoplan, so a changed
-question searches only what changed. An interrupt keeps what is done. A process reads a graph once.
+question searches only what changed, and what was left far from a proof. An interrupt keeps what is done. A process
+reads a graph once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from autoplan.what_if.worker_pool import done_in_processes
 
 FOLDER = "points"
 INTERRUPTED = "interrupted"
+KEPT_GAP = 0.1  # share of the step that another plan might save, at the most
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,9 @@ def _key(task: Task) -> str:
 
 
 def _keep(key: str, result: PointResult) -> None:
+    """For the next time, unless a search with more of the machine for itself may find a far better plan."""
+    if result.gap is not None and result.gap > KEPT_GAP:
+        return
     write_checked(cache_entry(FOLDER, key), "result", json.dumps(asdict(result)), key=key)
 
 
