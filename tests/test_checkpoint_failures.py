@@ -280,7 +280,10 @@ def test_a_run_that_began_at_a_given_checkpoint_goes_on_from_its_own_and_spares_
     ((starts, refused, saved),) = run_ranks(runs_from_an_archive, 1, str(tmp_path))
     assert starts == [0, 0, 1, 2, 3, 5, 5]
     archived, newest = tmp_path / "archive" / "step-00000001", tmp_path / "bad" / "step-00000004"
-    said = f"--resume {archived}: found {newest} of a run that did not start there, expected none after step 1\n  fix: "
+    said = (
+        f"--resume {archived}: found {newest}, which is newer and was not saved by a run that --resume {archived} "
+        "began; expected none after step 1\n  fix: "
+    )
     assert refused.startswith(said)
     assert saved == [["bad/step-00000004"], ["good/step-00000006"]]
 

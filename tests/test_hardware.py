@@ -524,7 +524,7 @@ def test_a_figure_that_is_off_by_1000_is_refused_or_named_with_its_range(write, 
 def test_validate_and_plan_name_an_unusual_figure_and_take_it(write, capsys):
     fp32 = '[device.peak]\nfp32 = { value = "20 TFLOP/s", source = "by hand" }'
     path = write(changed('"1000 GB/s"', '"1 GB/s"').replace("[device.peak]", fp32))
-    said = "device.memory_bandwidth is 1 GB/s, where 10 GB/s to 20 TB/s is usual: is its unit right?"
+    said = "device.memory_bandwidth is 1 GB/s, where 10 GB/s to 100 TB/s is usual: is its unit right?"
     assert cli.run(["hw", "validate", path]) == 0
     out, err = capsys.readouterr()
     assert out == f"{path}: valid (my_box)\n" and err == f"warning: {path}: {said}\n"

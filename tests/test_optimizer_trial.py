@@ -31,6 +31,28 @@ class RowNorms(SGD):
         return super().step(closure)
 
 
+class Inner(torch.optim.Optimizer):
+    """Its state is that of another."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = AdamW(self.param_groups[0]["params"])
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class ByNumber:
+    """A user's own, whose state is found by the numbers of parameters."""
+
+    def __init__(self, params):
+        self.param_groups, self.state = [{"params": params}], {}
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[id(parameter)] = parameter.detach().clone()
+
+
 def in_groups(parameters):
     matrices = [p for p in parameters if p.ndim > 1]
     return AdamW([{"params": matrices}, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}])
@@ -59,6 +81,9 @@ def test_optimizers_of_norms_and_products_do(build_optimizer) -> None:
         (lambda p: SGD(p, lr=0.1, momentum=0.9), 1),
         (lambda p: AdamW(p, amsgrad=True), 3),
         (Adafactor, 0),  # vectors
+        (RowNorms, 2),  # not torch's own: it may keep more elsewhere
+        (lambda p: Inner(p), 2),
+        (lambda p: ByNumber(p), 2),
     ],
 )
 def test_what_an_optimizer_keeps_is_counted(build_optimizer, n_states) -> None:

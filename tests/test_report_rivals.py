@@ -171,6 +171,13 @@ def test_recipes_that_the_batch_rules_out_are_said_to_be_missing(batch: int, mos
     assert f"not by all 8 devices, as DDP and FSDP do; --global-batch {near} can be." in text
 
 
+def test_nothing_is_said_of_a_batch_where_degrees_are_chosen() -> None:
+    for fix in ((("dp", "4"),), (("tp", "2"),)):
+        options = Options(global_batch=12, fix=fix)
+        answer = api.decide(api.make_problem(EXAMPLES / "gpt.py", hw="dgx_a100_x8", options=options))
+        assert not any("can be shared" in limit for limit in answer.workload.limits)
+
+
 def test_of_a_batch_that_all_devices_share_nothing_is_said() -> None:
     answer = api.decide(api.make_problem(EXAMPLES / "mlp.py", hw="dgx_a100_x8", options=Options(global_batch=1008)))
     assert not any("can be shared" in limit for limit in answer.workload.limits)

@@ -107,6 +107,35 @@ def test_a_plan_counts_for_every_number_of_hosts_that_has_its_devices() -> None:
     }
 
 
+def test_an_error_in_a_process_comes_with_the_lines_that_it_came_through() -> None:
+    with pytest.raises(ValueError, match="invalid literal") as raised:
+        list(done_in_processes(int, {"a": ("x",)}, n_jobs=1))
+    assert "worker_pool.py" in raised.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="KeywordOnly: lost"):
+        list(done_in_processes(raise_keyword_only, {"a": ()}, n_jobs=1))
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, text: str) -> None:
+        super().__init__(text)
+
+
+def raise_keyword_only() -> None:
+    raise KeywordOnly(text="lost")
+
+
+def test_another_optimizer_is_another_point(tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    text = Path(GPT).read_text() + "\n\ndef build_optimizer(params):\n    return torch.optim."
+    rows = []
+    for optimizer in ("AdamW(params)", "SGD(params, lr=0.1)"):
+        model.write_text(f"{text}{optimizer}\n")
+        answer = ask(replace(_question(hosts=(1,), options=PLAIN), model=str(model)))
+        assert answer.sweep.n_kept == 0
+        rows += answer.rows
+    assert rows[0].peak_bytes > rows[1].peak_bytes and rows[0].step_s > rows[1].step_s
+
+
 @pytest.mark.parametrize(("gap", "n_kept"), [(0.05, 1), (0.5, 0)])
 def test_what_was_left_far_from_a_proof_is_searched_again(monkeypatch: pytest.MonkeyPatch, gap, n_kept) -> None:
     solve = sweeping.solve_point

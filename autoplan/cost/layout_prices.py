@@ -42,7 +42,8 @@ def sharding_prices(
 
     def parameter_s(spec: TensorSpec, layout: Layout) -> float:
         n_elements = local_spec(spec, layout, degree).n_elements(1)
-        update_s = optimizer_s(n_elements, device=hardware.device, element=element_bytes(precision))
+        element = element_bytes(precision)  # of Adam, so that all optimizers find the same layouts
+        update_s = optimizer_s(n_elements, device=hardware.device, element=element)
         return update_s + (communication * summed_s(n_elements) if layout == V else 0.0)
 
     def summed_s(n_elements: int) -> float:

@@ -28,7 +28,7 @@ _OF_BLOCK, _OF_PARAMETER = ("10 us", "10 ms"), ("1 ns", "1 ms")
 _BUS_RATE = ("500 MB/s", "2 TB/s")
 # By the field without the names of networks: a group of devices is 2, a tier of a network has only the tier's own.
 USUAL: Mapping[str, tuple[str, str]] = {
-    "device.memory_bandwidth": ("10 GB/s", "20 TB/s"),
+    "device.memory_bandwidth": ("10 GB/s", "100 TB/s"),
     "device.collective_launch": ("2 us", "10 ms"),
     "device.host_copy_rate": ("1 GB/s", "1 TB/s"),
     "device.peak.fp64": ("100 GFLOP/s", "200 TFLOP/s"),

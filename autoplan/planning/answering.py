@@ -125,7 +125,9 @@ def _unused_network(hardware: HardwareProfile | Cluster) -> tuple[str, ...]:
 def _unshared_batch(problem: Problem) -> tuple[str, ...]:
     """Where the batch leaves plans out, since not all devices can have as many samples: that, and the nearest other."""
     hardware, batch = problem.hardware, global_batch_size(problem)
-    if isinstance(hardware, Cluster) or batch % hardware.n_devices == 0:
+    fixed = {name: value for name, value in problem.options.fix if name in ("dp", "tp", "pp")}
+    is_chosen = "dp" in fixed or any(value != "1" for value in fixed.values())
+    if isinstance(hardware, Cluster) or is_chosen or batch % hardware.n_devices == 0:
         return ()
     n_devices, per_host = hardware.n_devices, hardware.n_devices_per_host
     most = max(data_parallel_degrees(batch, n_devices=n_devices, n_devices_per_host=per_host))

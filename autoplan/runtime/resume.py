@@ -58,7 +58,9 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
     group.add_argument("--checkpoint-every", type=count, metavar="N", help=every)
     group.add_argument("--keep", type=count, metavar="K", help=f"Keep only the newest K checkpoints ({KEEP}).")
     group.add_argument(
-        "--resume", metavar="auto|none|PATH", help="Go on from PATH, or auto, the default: from the newest."
+        "--resume",
+        metavar="auto|none|PATH",
+        help="Go on from PATH, then from what that saved; or auto, the default: from the newest.",
     )
     group.add_argument("--init-from", type=Path, metavar="FILE", help="Start from safetensors or a state_dict.")
     group.add_argument("--export", type=written_file, metavar="FILE", help="Write the final weights as safetensors.")
@@ -175,7 +177,8 @@ class TrainingRun:
         path = checkpoint_at(Path(choice))
         if own is not None and n_steps_at(own) > (step := n_steps_at(path)):
             raise CheckpointError(
-                f"--resume {choice}: found {own} of a run that did not start there, expected none after step {step}\n"
+                f"--resume {choice}: found {own}, which is newer and was not saved by a run that --resume {choice} "
+                f"began; expected none after step {step}\n"
                 "  fix: choose another --checkpoint-dir, or --resume auto to go on from the newest"
             )
         return path
@@ -210,7 +213,10 @@ class TrainingRun:
 
 
 def _origin_of(checkpoint: Path) -> Any:
-    """What `_Origin.path` was as a checkpoint was saved; None in those of earlier versions."""
-    extra = read_state(checkpoint).get("extra")
+    """What `_Origin.path` was as a checkpoint was saved; None in those of other versions."""
+    try:
+        extra = read_state(checkpoint).get("extra")
+    except CheckpointError:
+        return None
     origin = extra.get(_ORIGIN) if isinstance(extra, dict) else None
     return origin.get("path") if isinstance(origin, dict) else None

@@ -23,10 +23,10 @@ WIDTH, N_STEPS = 8, 2
 def with_optimizer(graph: OpGraph, build_optimizer: Callable[[Any], Any]) -> OpGraph:
     """The graph, with what was found of the user's optimizer, or how it failed."""
     try:
-        is_whole, n_states = computes_with_whole_tensors(build_optimizer), n_states_of(build_optimizer)
+        is_whole = computes_with_whole_tensors(build_optimizer)
     except USERS_ERRORS as error:
         return replace(graph, optimizer_failure=what_failed(error) + users_place(error))
-    graph = replace(graph, n_optimizer_states=n_states)
+    graph = replace(graph, n_optimizer_states=n_states_of(build_optimizer))
     return replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER)) if is_whole else graph
 
 
@@ -52,17 +52,18 @@ def computes_with_whole_tensors(build_optimizer: Callable[[Any], Any]) -> bool:
 def n_states_of(build_optimizer: Callable[[Any], Any]) -> int:
     """How many tensors of its size a matrix has as state: 2 of Adam, 1 of momentum; vectors and numbers do not count.
 
-    Of one that has no `state` it is not known, and taken to be Adam's.
+    Optimizers of torch tell by their `state`. Others, which may keep more elsewhere, count as Adam at least.
 
     Raises: what the user's optimizer does.
     """
     values, *gradients = _numbers()
     (matrix, _), optimizer = _stepped(build_optimizer, values, gradients)
     state = getattr(optimizer, "state", None)
-    if not isinstance(state, Mapping):
-        return N_ADAM_STATES
-    kept = state.get(matrix, {}).values()
-    return sum(isinstance(item, Tensor) and item.numel() >= matrix.numel() for item in kept)
+    of_matrix = [kept for key, kept in state.items() if key is matrix] if isinstance(state, Mapping) else []
+    kept = [item for one in of_matrix if isinstance(one, Mapping) for item in one.values()]
+    n_found = sum(isinstance(item, Tensor) and item.numel() >= matrix.numel() for item in kept)
+    is_of_torch = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    return n_found if is_of_torch else max(n_found, N_ADAM_STATES)
 
 
 def _numbers() -> list[tuple[Tensor, ...]]:

@@ -79,7 +79,7 @@ def ask(
     if not any(isinstance(hardware, Cluster) for hardware in profiles.values()):
         _check_batches({point.global_batch for point in asked}, question)
     traced = trace_all(question, models)
-    hashes = {model: graph.content_hash() for model, graph in traced.items()}
+    hashes = {model: f"{graph.content_hash()} {graph.n_optimizer_states}" for model, graph in traced.items()}
     tasks = [
         task_of(point, profiles[point.hw, point.n_hosts, point.n_nics], question, graph=hashes[repr(point.overrides)])
         for point in asked

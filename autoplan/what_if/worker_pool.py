@@ -10,13 +10,15 @@ for ever where a process ends before it has read what the parent writes.
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from autoplan.errors import StoppedError
 
@@ -39,15 +41,16 @@ def done_in_processes(
         with _interrupts_blocked():
             for _ in range(min(n_jobs, len(calls))):
                 ours, theirs = context.Pipe()
-                processes.append(context.Process(target=_serve, args=(work, theirs), daemon=True))
-                processes[-1].start()
+                started = context.Process(target=_serve, args=(work, theirs), daemon=True)
+                started.start()
+                processes.append(started)
                 theirs.close()
                 under_way[ours] = ""
         for connection in under_way:
             under_way[connection], arguments = next(left)
             _send(connection, arguments)
         while under_way:
-            for connection in [ours for ours in wait(list(under_way)) if isinstance(ours, Connection)]:
+            for connection in cast(list[Connection], wait(list(under_way))):
                 yield under_way.pop(connection), _received(connection)
                 following = next(left, None)
                 if following is not None:
@@ -97,5 +100,16 @@ def _serve(work: Callable[..., Any], connection: Connection) -> None:
             try:
                 result = work(*arguments)
             except Exception as error:
-                raised = error
+                raised = _sendable(error)
             connection.send((result, raised))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error with the lines it came through as a note; in place of one that cannot be sent, its text."""
+    lines = traceback.format_exc()
+    error.add_note(f"in a process of the sweep: {lines}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(lines)
+    return error

@@ -166,7 +166,10 @@ def read_state(path: Path) -> dict[str, Any]:
     state = read_json(path / STATE)
     if state.get("schema_version") != SCHEMA_VERSION:
         found = state.get("schema_version")
-        raise CheckpointError(f"{path / STATE}: schema_version: found {found!r}, expected {SCHEMA_VERSION}")
+        raise CheckpointError(
+            f"{path / STATE}: schema_version: found {found!r}, expected {SCHEMA_VERSION}\n"
+            "  fix: go on with the program that saved it, or choose another checkpoint"
+        )
     return state
 
 

@@ -207,6 +207,9 @@ def optimizer_options(model: ParallelModel) -> list[dict[str, Any]]:
     ]
 
 
+_OF_THE_MACHINE = ("fused", "foreach")  # options of how a step is computed, not of what
+
+
 def restored_groups(model: ParallelModel, saved: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups of this rank's optimizer as `load_state_dict` takes them, with the options that were saved."""
     saved = list(saved)
@@ -223,7 +226,8 @@ def restored_groups(model: ParallelModel, saved: Iterable[Mapping[str, Any]]) ->
             )
         kept = {key: value for key, value in group.items() if key != "params"}
         if found:
-            kept |= {key: _from_json(value, kept.get(key)) for key, value in found[0].items()}
+            saved_options = {key: value for key, value in found[0].items() if key not in _OF_THE_MACHINE}
+            kept |= {key: _from_json(value, kept.get(key)) for key, value in saved_options.items()}
         start = sum(len(previous["params"]) for previous in groups)
         groups.append({**kept, "params": list(range(start, start + len(group["params"])))})
     return groups
