@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.runtime import CheckpointError, Shard, take_shard
+from autoplan.runtime.checkpoints import state
 from autoplan.runtime.checkpoints.folder import (
     MANIFEST,
     SCHEMA_VERSION,
@@ -401,3 +403,12 @@ def test_a_tensor_of_which_a_part_is_missing_is_refused(tmp_path):
     write_pieces(part, half, group=None)  # one process alone is not checked while writing
     with pytest.raises(CheckpointError, match="rank 0: model.weight: the checkpoint does not hold all of it"):
         read_pieces(IndexReader(part), pieces_of("model.weight", torch.zeros(4, 3), whole_shape=(4, 3)), group=None)
+
+
+def test_how_a_step_is_computed_is_left_as_this_machine_has_it(monkeypatch):
+    monkeypatch.setattr(state, "optimizer_options", lambda model: [{"parameters": ["w"]}])
+    group = {"params": [None], "lr": 1.0, "fused": True, "foreach": None}
+    model = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))
+    saved = [{"parameters": ["w"], "options": {"lr": 0.5, "fused": None, "foreach": False}}]
+    (restored,) = state.restored_groups(model, saved)
+    assert restored == {"params": [0], "lr": 0.5, "fused": True, "foreach": None}
