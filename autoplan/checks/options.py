@@ -167,7 +167,7 @@ def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host
     near = ", ".join(map(str, sorted(sorted(usable, key=lambda number: abs(number - product))[:4])))
     where = "--fix " + ",".join(f"{name}={degree}" for name, degree in degrees.items())
     text = " x ".join(map(str, degrees.values())) + (f" = {product}" if len(degrees) > 1 else "")
-    expected, more = f"{_listed(counts)} of the {n_devices} devices, which a plan may use", ""
+    expected, more = f"{_one_of(counts)} of the {n_devices} devices, which a plan may use", ""
     if product > n_devices:
         n_hosts = -(-product // n_devices_per_host)
         expected = f"at most {n_devices} devices, as the cluster has"
@@ -181,7 +181,7 @@ def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host
 N_LISTED = 12  # numbers of devices in a message
 
 
-def _listed(counts: Iterable[int]) -> str:
+def _one_of(counts: Iterable[int]) -> str:
     """`1, 2, 4 or 8`; of very many the first and the last."""
     *others, last = sorted(counts)
     shown = [*map(str, others[:N_LISTED]), *["..."] * (len(others) > N_LISTED)]

@@ -176,7 +176,7 @@ class _Pricer:
         way = self._way(mesh, groups, exchange)
         costs, zero_stage = self.costs(way, mesh.n_micro_batches), way.held.placement.zero_stage
         calls = self.calls[mesh.pp > 1]
-        works = () if self.works is None else self.works(way.run)
+        works = () if self.works is None else self.works(way.work_key)
         sources = tuple(works[kind][1] for kind, _ in calls.of_kinds) if works else ()
         copy_s, batch_bytes = self.batch(mesh)
         cut_s, sendrecv_s, message_bytes = self._sent(mesh, groups)
@@ -260,7 +260,7 @@ class _Way(NamedTuple):
     `Mesh`; `is_slowed`: whether receives wait beside what the device computes.
     """
 
-    run: WorkKey
+    work_key: WorkKey
     held: _Held
     splits: bool
     loss: str | None
@@ -337,7 +337,7 @@ def _costs_pricer(
     @cache
     def without_waits(way: _Way) -> Costs:
         held = way.held
-        found, of_works = local(held.tp, held.sharding), works(way.run)
+        found, of_works = local(held.tp, held.sharding), works(way.work_key)
         of_kinds = calls[held.is_cut].of_kinds
         return tuple(
             segment_costs(

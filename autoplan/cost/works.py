@@ -86,13 +86,13 @@ def make_works_pricer(
         )
 
     @cache
-    def works(run: WorkKey) -> Works:
-        as_measured = correction(run.execution, run.keeps_modules)
-        work_of = compiled if as_measured is None and run.execution.compile else eager
-        found = work_of(run.share, _Order(run.execution.memory_format, run.keeps_modules and are_masks_apart))
+    def works(key: WorkKey) -> Works:
+        as_measured = correction(key.execution, key.keeps_modules)
+        work_of = compiled if as_measured is None and key.execution.compile else eager
+        found = work_of(key.share, _Order(key.execution.memory_format, key.keeps_modules and are_masks_apart))
         if as_measured is None:
             return tuple((work, "") for work in found.values())
-        return tuple(as_measured.corrected(work, kind=kind, **run.share._asdict()) for kind, work in found.items())
+        return tuple(as_measured.corrected(work, kind=kind, **key.share._asdict()) for kind, work in found.items())
 
     return works
 

@@ -10,7 +10,7 @@ from autoplan.units import GB, SECONDS_PER_HOUR, format_seconds
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.points import QUICK_PLANS
 from autoplan.what_if.row_text import bullets, names_of, whatif_table
-from autoplan.what_if.rows import Assumptions, WhatIfRow, excess, may_be_far_off
+from autoplan.what_if.rows import Assumptions, WhatIfRow, may_be_far_off, share_above_bound
 
 
 def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
@@ -27,7 +27,7 @@ def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
 
 def _worst_cases(rows: Sequence[WhatIfRow]) -> Iterator[str]:
     """How far plans are from the best ones at the most; those that may be far off have names."""
-    proved = [(more, row) for row in rows if (more := excess(row)) is not None]
+    proved = [(more, row) for row in rows if (more := share_above_bound(row)) is not None]
     near = [more for more, row in proved if not may_be_far_off(row)]
     if near:
         yield f"a plan is at most {max(near):.1%} slower than any other of these"

@@ -157,7 +157,7 @@ def off_by(row: WhatIfRow) -> str | None:
     return " ".join(f"{bound_s / row.step_s - 1.0:+.0%}" for bound_s in row.step_s_interval)
 
 
-def excess(row: WhatIfRow) -> float | None:
+def share_above_bound(row: WhatIfRow) -> float | None:
     """By what share its step may be longer than another plan's: step / bound - 1; None where nothing is proved."""
     return None if row.gap is None or row.gap >= 1.0 else row.gap / (1.0 - row.gap)
 
@@ -267,7 +267,7 @@ def _memory_warnings(row: WhatIfRow, result: PointResult) -> tuple[str, ...]:
 
 def _search_warnings(row: WhatIfRow) -> tuple[str, ...]:
     """Where the search ended so early that its interval does not say how fast the cluster may be."""
-    more = excess(row)
+    more = share_above_bound(row)
     if more is None or not may_be_far_off(row):
         return ()
     text = f"its plan is at most {more:.0%} slower than any other of the space searched"
