@@ -76,6 +76,11 @@ class LocalCall:
     is_compiled: bool = False
 
     @property
+    def is_since_hopper(self) -> bool:
+        """Whether the GPU is of Hopper or later, which attention of cuDNN tells."""
+        return self.attention == "cudnn"
+
+    @property
     def operand_format(self) -> str:
         """The order of the first operand: only images, [sample, channel, height, width], lie in another."""
         return self.memory_format if len(self.operands[0].shape) == IMAGE_DIMS else "contiguous"
@@ -106,7 +111,7 @@ class OpRule:
         saves: operands kept for backward, by position; -1 is the result.
         extra_saved_bytes: what is kept besides (dropout mask, statistics).
         flops: replaces `flops_per_point` where the iteration space is not the product of all letters.
-        moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
+        moved_bytes: memory traffic of forward; replaces operands plus results.
         backward_bytes: memory traffic of backward, at the rate of a copy; replaces `backward_bytes_ratio`.
         fixed_s: (call, rate of a copy in bytes/s) -> seconds besides in (forward, backward), of what is limited by
             latency, or by memory where that is slower.
@@ -136,7 +141,7 @@ class OpRule:
     saves: tuple[int, ...] = ()
     extra_saved_bytes: Callable[[LocalCall], int] | None = None
     flops: Callable[[Op, Specs, int], int] | None = None
-    moved_bytes: Callable[[Op, int, str], int] | None = None
+    moved_bytes: Callable[[LocalCall], int] | None = None
     backward_bytes: Callable[[LocalCall], float] | None = None
     fixed_s: Callable[[LocalCall, float], tuple[float, float]] | None = None
     further_bytes: Callable[[LocalCall], tuple[float, float]] | None = None

@@ -2,9 +2,10 @@
 
     python benchmarks/compiled_blocks.py RESULTS.jsonl HARDWARE [RESULTS.jsonl HARDWARE ...]
 
-RESULTS is what `autoplan profile` wrote of the models of cases.csv on one device of HARDWARE. Only unsplit segments of
-contiguous images that took 0.2 ms forward and more are compared; `eager` is the computed time of the same op by op. A
-segment that was measured as the user's own class and as generated code is two rows.
+RESULTS is what `autoplan profile` wrote of the models of cases.csv on one device of HARDWARE. Only unsplit segments
+that took 0.2 ms forward and more are compared; `eager` is the computed time of the same op by op. A segment that was
+measured as the user's own class and as generated code is two rows, and so are images in two orders (`last`:
+channels_last).
 """
 
 import json
@@ -23,7 +24,7 @@ from autoplan.cost.compiled_work import as_compiled, compiled_passes, compiled_s
 from autoplan.cost.fusions import fused_segment
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.segment_work import SegmentWork, segment_work
-from autoplan.cost.work_context import work_contexts
+from autoplan.cost.work_context import CONTIGUOUS, work_contexts
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_hardware_profile
 from autoplan.measured_profile.segment_key import content_key
@@ -51,7 +52,7 @@ class Compared:
 
 
 def is_compared(row: dict) -> bool:
-    is_unsplit = row["what"] == "segment" and row["tp"] == 1 and row.get("memory_format") != "channels_last"
+    is_unsplit = row["what"] == "segment" and row["tp"] == 1
     return bool(is_unsplit and row.get("compiled") and row.get("forward_s", 0.0) >= SHORTEST_S and row["saved_bytes"])
 
 
@@ -74,7 +75,8 @@ def compared(results: Path, hw: str, *, only: str = "") -> Iterator[Compared]:
                 continue
             layouts = read_sharding(graph, segment, None, degree=1, rules=rules, facts=facts)
             for row in found:
-                context = contexts(1, keeps_modules=row.get("module") == "own")
+                memory_format = row.get("memory_format", CONTIGUOUS)
+                context = contexts(1, memory_format, keeps_modules=row.get("module") == "own")
                 local = local_segment(context, segment, layouts)
                 eager = segment_work(context, local, row["micro_batch_size"])
                 compiled = compiled_segment(context, local, fused_segment(context, segment, local))
@@ -91,12 +93,13 @@ def line(item: Compared) -> str:
         digits = 0 if name == "saved" else 3
         cells += [*(f"{value / unit:8.{digits}f}" for value in values), f"{item.errors()[name]:+6.0%}"]
     name = f"{item.model} {item.segment.split('.')[0]}{'' if row.get('module') != 'own' else ' own'}"
-    return f"{item.device.split()[1][:6]:6} {name[:24]:24} {row['micro_batch_size']:4}" + "".join(cells)
+    name += " last" if row.get("memory_format") == "channels_last" else ""
+    return f"{item.device.split()[1][:6]:6} {name[:28]:28} {row['micro_batch_size']:4}" + "".join(cells)
 
 
 def main(*given: str) -> None:
     titles = "".join(f"  {name} (eager, compiled, run)".ljust(30) for name in QUANTITIES)
-    print(f"{'device':6} {'segment':23} {'batch':>5}{titles}".rstrip())
+    print(f"{'device':6} {'segment':27} {'batch':>5}{titles}".rstrip())
     errors: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     seen: list[dict] = []  # a file may hold rows of an earlier one
     for results, hw in zip(given[::2], given[1::2], strict=True):

@@ -62,8 +62,10 @@ def run_one(folder: Path, name: str, arguments: list[str]) -> dict[str, object]:
             os.killpg(running.pid, signal.SIGKILL)  # torchrun and its ranks
             _, errors = running.communicate()
         words = [line for line in errors.splitlines() if "cuda_graph" in line]
-        steps = json.loads(out.read_text())["steps"] if out.exists() else []
+        report = json.loads(out.read_text()) if out.exists() else {"steps": []}
+    steps = report["steps"]
     row = {"name": name, "args": arguments, "rc": running.returncode, "words": words}
+    row |= {key: report.get(f"peak_{key}_per_rank") for key in ("allocated_bytes", "reserved_bytes")}
     return row | {"losses": [step["loss"] for step in steps], "step_s": [step["step_s"] for step in steps][-3:]}
 
 

@@ -1,15 +1,16 @@
 """Forward and backward of single operators on this device: what their prices from the data sheet are compared with.
 
     python benchmarks/op_rates.py run RESULTS.jsonl [--only OP]    needs torch and one GPU only
-    python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE]   computed beside measured (needs autoplan)
+    python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE [HOST]]    computed beside measured (needs autoplan)
 
-Convolutions and what stands beside them, contiguous and in channels_last, in bf16, and some in tf32 and float32;
+Convolutions, contiguous and in channels_last, in bf16, tf32 and float32, and what stands beside them, in bf16;
 reading rows by index, whose gradient adds rows where they belong; and products, also by which dim of each factor is
 the innermost in memory (`mm`, forward only). Each row is the mean over about 0.1 s, measured by events, after a warm-up
-in which cuDNN tries its algorithms.
+in which cuDNN tries its algorithms. Rows of convolutions also have the backward pass of the weight alone, and what each
+pass takes besides its results: in its first call, in which algorithms are tried, and in later ones.
 
 The table has the prices of `cost.op_time` in microseconds. Times that the host sets are marked h and left out of the
-means of |log(computed / measured)|: a gradient that launches nothing (`add`) takes 55 us.
+means of |log(computed / measured)|: a gradient that launches nothing (`add`) takes 55 us, or HOST times as long.
 """
 
 import argparse
@@ -55,7 +56,6 @@ CONVOLUTIONS = (
     (128, 96, 56, 96, 7, 1, 96),
     (64, 256, 56, 256, 3, 1, 32),
 )
-IN_FLOAT32 = CONVOLUTIONS[2:4] + CONVOLUTIONS[8:10]
 BESIDE = ("batch_norm", "relu", "max_pool", "add")
 IMAGES = ((64, 256, 56, 56), (512, 1024, 14, 14))
 TABLES = ((32768, 1024, 32768), (32768, 1024, 65536), (8192, 4096, 16384), (65536, 1, 65536), (50257, 1600, 16384))
@@ -83,7 +83,7 @@ def run(path: Path, only: str | None) -> None:
             set_float32(dtype)
             start_s = time.perf_counter()
             try:
-                result = measure(*make())
+                result = measure(*make(), with_weight_alone=described["op"] == "conv2d")
             except RuntimeError as error:
                 result = {"error": str(error)[:200]}
             row = common | {"dtype": dtype} | described | result | {"wall_s": time.perf_counter() - start_s}
@@ -95,9 +95,9 @@ def run(path: Path, only: str | None) -> None:
 
 def cases() -> Iterator[tuple[dict, Callable, str]]:
     """(what it is, a function that makes (op, inputs with gradients), dtype)."""
-    for i, shape in enumerate(CONVOLUTIONS):
+    for shape in CONVOLUTIONS:
         for layout in ("contiguous", "channels_last"):
-            for dtype in ("bf16", "tf32", "fp32") if CONVOLUTIONS[i] in IN_FLOAT32 else ("bf16",):
+            for dtype in ("bf16", "tf32", "fp32"):
                 described = {"op": "conv2d", "shape": shape, "layout": layout}
                 yield described, lambda s=shape, la=layout, d=dtype: convolution(s, la, d), dtype
     for shape in IMAGES:
@@ -192,15 +192,34 @@ def product_by_layout(shape: tuple[int, ...], layout: str, dtype: str) -> tuple[
     return lambda: torch.mm(*factors), []
 
 
-def measure(op: Callable, inputs: list[torch.Tensor]) -> dict:
-    """Seconds of one forward and, if some input has a gradient, one backward pass."""
+def measure(op: Callable, inputs: list[torch.Tensor], *, with_weight_alone: bool = False) -> dict:
+    """Seconds of one forward and, if some input has a gradient, one backward pass, and their memory."""
+    found = measured_pass("forward", op)
     if not inputs:
-        return {"forward_s": timed(op)}
+        return found
     result = op()
     gradient = torch.randn_like(result)
-    forward_s = timed(op)
-    backward_s = timed(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
-    return {"forward_s": forward_s, "backward_s": backward_s}
+    found |= measured_pass("backward", lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
+    if with_weight_alone:
+        weight = inputs[-1]
+        found |= measured_pass("weight", lambda: torch.autograd.grad(result, weight, gradient, retain_graph=True))
+    return found
+
+
+def measured_pass(name: str, function: Callable) -> dict:
+    found = {f"{name}_first_bytes": bytes_besides_results(function), f"{name}_s": timed(function)}
+    return found | {f"{name}_bytes": bytes_besides_results(function)}
+
+
+def bytes_besides_results(function: Callable) -> int:
+    """What one call allocates at once, but for what it returns."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = function()
+    peak = torch.cuda.max_memory_allocated()
+    tensors = results if isinstance(results, tuple) else (results,)
+    return peak - before - sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def timed(function: Callable) -> float:
@@ -232,6 +251,7 @@ class Compared:
     row: dict
     direction: str
     computed_s: float
+    host_s: float
 
     @property
     def measured_s(self) -> float:
@@ -239,7 +259,7 @@ class Compared:
 
     @property
     def is_of_host(self) -> bool:
-        return self.measured_s < HOST_S[self.direction]
+        return self.measured_s < self.host_s
 
     @property
     def log_error(self) -> float:
@@ -256,19 +276,19 @@ class Compared:
         )
 
 
-def compared(path: Path, hw: str) -> list[Compared]:
+def compared(path: Path, hw: str, host: float = 1.0) -> list[Compared]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     pairs = [(row, computed(row, hw)) for row in rows if "error" not in row]
     return [
-        Compared(row, name, own_s)
+        Compared(row, name, own_s, host * HOST_S[name])
         for row, both in pairs
         for name, own_s in zip(DIRECTIONS, both, strict=True)
         if f"{name}_s" in row
     ]
 
 
-def table(path: Path, hw: str) -> None:
-    found = compared(path, hw)
+def table(path: Path, hw: str, host: float) -> None:
+    found = compared(path, hw, host)
     titles = "".join(f"{direction:>12}{'computed':>10}{'error':>9}" for direction in DIRECTIONS)
     print(f"{'op':16}{'shape':34}{'layout':15}{'':5}{titles}")
     for _, own in groupby(found, key=lambda item: id(item.row)):
@@ -300,8 +320,10 @@ def computed(row: dict, hw: str) -> tuple[float, float]:
     op, operands = as_graph_op(row)
     gradients = (row["op"] != "conv2d" or row["shape"][1] != 3, *[True] * (len(operands) - 1))
     layout = "contiguous" if row["op"] == "mm" else row.get("layout", "contiguous")
-    call = LocalCall(op, operands, operands, op.outputs, 1, row["dtype"], layout, gradients=gradients)
-    found = op_time(load_rules()[op.target], call, device=load_hardware_profile(hw).device, has_gradient=True)
+    device = load_hardware_profile(hw).device
+    kernels = {"attention": device.attention, "gradients": gradients}
+    call = LocalCall(op, operands, operands, op.outputs, 1, row["dtype"], layout, **kernels)
+    found = op_time(load_rules()[op.target], call, device=device, has_gradient=True)
     return found.forward_s, found.backward_s
 
 
@@ -361,8 +383,9 @@ def main() -> None:
     of_table = actions.add_parser("table")
     of_table.add_argument("results", type=Path)
     of_table.add_argument("hardware", nargs="?", default="h200_x4")
+    of_table.add_argument("host", nargs="?", type=float, default=1.0)
     given = parser.parse_args()
-    run(given.results, given.only) if given.action == "run" else table(given.results, given.hardware)
+    run(given.results, given.only) if given.action == "run" else table(given.results, given.hardware, given.host)
 
 
 if __name__ == "__main__":

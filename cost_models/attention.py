@@ -19,8 +19,9 @@ What the kernel that torch takes (`analysis.attention_kernel`) achieves:
     flash, cpu   a part of a large product
     efficient    32 bits: a part of the peak of float32, whether products are rounded to tf32 or not; 16 bits: as flash,
                  but on Hopper as cudnn, by other figures
-    math         products as they stand, of float32 in place of 16 bits, and passes over a matrix of scores, of which
-                 one is kept for backward, and three with dropout; 16 bits are copied to float32, and kept so
+    math         products as they stand, of float32 in place of 16 bits, each of which writes or reads a matrix of
+                 scores; passes over the scores beside them, of which one is kept for backward, and three with
+                 dropout; 16 bits are copied to float32, and kept so
 """
 
 from collections.abc import Iterator
@@ -59,16 +60,19 @@ _EFFICIENT_fit = ((0.34, 20, 110), (0.20, 20, 42))
 # Of the peak of float32: 32.8 of 67 TFLOP/s forward and 32.9 backward, H200, 4096 tokens, head dim 64, with products in
 # float32 and in tf32 (benchmarks/results/in_32_bits_h200_2026-11-25.jsonl).
 _EFFICIENT_FRACTION = 0.49
-# Passes of the math kernel over scores (the product writes them, the mask is added, softmax, a product reads), and in
-# 16 bits over queries, of which it makes copies, as of keys and values. In the six rows of that file beside a mask of
-# which the numbers of a row lie apart it goes over scores 17.3 and 9.1 times, over queries 22 and 19 times (least
-# squares, mean |log| 0.07 and 0.01). A number of such a mask is read with the 32 bytes around it, which are 8 numbers
-# of float32; the others are taken for passes that it has beside any mask. Compiled it goes over scores about 6.8 and 7
-# times in all, and over queries 8 and 19 times (the user's own blocks of T5-large beside generated ones, by hand,
-# benchmarks/results/profile_h200_x2_2026-11-25_compiled.jsonl).
-_MATH_PASSES_fit, _SCATTERED_PASSES = (9.3, 9.1), 8
-_MATH_COPIES_fit = (22, 19)
-_COMPILED_PASSES_fit, _COMPILED_COPIES_fit = (6.8, 7.0), (8, 19)
+# Passes of the math kernel over scores, forward and backward, beside its products, and in 16 bits over queries, of
+# which it makes copies, as of keys and values. In the six rows of that file beside a mask of which the numbers of a row
+# lie apart it goes over scores 17.3 and 9.1 times, over queries 22 and 19 times (least squares, mean |log| 0.07 and
+# 0.01). A number of such a mask is read with the 32 bytes around it, which are 8 numbers of float32; the others are
+# taken for passes that it has beside any mask. Compiled it goes over scores about 6.8 and 7 times, and over queries 8
+# and 19 times (the user's own blocks of T5-large beside generated ones, by hand,
+# benchmarks/results/profile_h200_x2_2026-11-25_compiled.jsonl). Causal, without another mask: kernels of Llama-1B in
+# tf32, eager and compiled (benchmarks/results/step_kernels_llama_1b_tf32_h200_2026-11-29.txt); without any mask, its
+# softmax.
+_MASKED_PASSES_fit, _SCATTERED_PASSES = {"eager": (9.3, 9.1), "compiled": (6.8, 7.0)}, 8
+_CAUSAL_PASSES_fit = {"eager": (12.5, 5.9), "compiled": (3.6, 2.9)}
+_SOFTMAX_PASSES_fit = {"eager": (3.9, 3.0), "compiled": (3.6, 2.9)}
+_COPIES_fit = {"eager": (22, 19), "compiled": (8, 19)}
 # What it keeps of their size: the softmax; with dropout what was drawn too, and the product of both (torch 2.13 on a
 # CPU; a GPU keeps a byte for each number that was drawn, which is less).
 _N_KEPT, _N_KEPT_WITH_DROPOUT = 1, 3
@@ -188,17 +192,24 @@ def _scores_bytes(call: LocalCall) -> int:
     return scores.n_bytes(call.batch_size, _math_precision(call))
 
 
+def _product_bytes(call: LocalCall) -> int:
+    """What the products read and write; of the math kernel each of the two writes or reads scores."""
+    scores_bytes = 2 * _scores_bytes(call) if _kernel(call) == "math" else 0
+    return scores_bytes + sum(s.n_bytes(call.batch_size, call.precision) for s in (*call.operands, *call.results))
+
+
 def _math_bytes(call: LocalCall) -> tuple[float, float]:
-    """What the math kernel moves besides, forward and backward."""
+    """What the math kernel moves beside its products, forward and backward."""
     if _kernel(call) != "math":
         return 0.0, 0.0
     scores_bytes, query_bytes = _scores_bytes(call), call.operands[0].n_bytes(call.batch_size, _math_precision(call))
-    of_passes, of_copies = _MATH_PASSES_fit, _MATH_COPIES_fit
-    if call.is_compiled:
-        of_passes, of_copies = _COMPILED_PASSES_fit, _COMPILED_COPIES_fit
+    of_passes = _CAUSAL_PASSES_fit if is_causal(call.op) else _SOFTMAX_PASSES_fit
+    if len(call.operands) > N_UNMASKED:
+        of_passes = _MASKED_PASSES_fit
+    way = "compiled" if call.is_compiled else "eager"
     forward, backward = (
         passes * scores_bytes + (copies * query_bytes if call.precision in IN_16_BITS else 0)
-        for passes, copies in zip(of_passes, of_copies, strict=True)
+        for passes, copies in zip(of_passes[way], _COPIES_fit[way], strict=True)
     )
     is_apart = _has_scattered_mask(call) and not call.is_compiled
     return forward + (_SCATTERED_PASSES * scores_bytes if is_apart else 0), backward
@@ -232,6 +243,7 @@ RULES = {
         equation=_attention,
         strategies=_own,
         flops=_flops,
+        moved_bytes=_product_bytes,
         backward_flops_ratio=2.5,
         backward_bytes_ratio=2.0,
         n_backward_kernels=3,

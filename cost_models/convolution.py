@@ -14,20 +14,26 @@ from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op, TensorSpec, extent_a
 from autoplan.layout import sharded
 from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, Strategy
 
-# How cuDNN computes: H200, torch 2.11, cuDNN 9.19 (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+# How cuDNN computes: H200, torch 2.11, cuDNN 9.19 (benchmarks/results/op_rates_h200_2026-11-23.jsonl). Figures of tf32
+# are for Hopper and later (op_rates_convolutions_h200_2026-11-29.jsonl there): published steps of ResNet-50 in tf32 on
+# A100 are 9 to 12 % longer than they would be without them, and 14 to 18 % with them.
 # Kernels of the matrix units read pixel by pixel, all channels of one together (channels_last), and those of float32
 # channel by channel. Images that lie in the other order are copied, at this part of the rate of a copy.
 _READ_CHANNELS_LAST = frozenset({"bf16", "fp16", "tf32"})
-_COPY_FRACTION = 0.5
+_COPY_FRACTION, _TF32_COPY_FRACTION = 0.5, 0.86
 _ALIGNED_BYTES = 16
 # The matrix units compute so many channels at once: fewer take as long. Of fewest (images of 3), other kernels run,
 # whose rate is that of 8.
-_CHANNEL_TILE, _FEWEST_CHANNELS = 128, 8
+_CHANNEL_TILE, _TF32_CHANNEL_TILE, _FEWEST_CHANNELS = 128, 96, 8
 # Forward and the gradient of images are matrix products of pixels and channels. A multiprocessor computes a tile of
 # 128 x 128 of their result at a time: fewer tiles than multiprocessors, 132 on H100 and H200, leave some idle (other
 # devices are priced alike). Products of linear layers are split along what is summed where tiles are few, and so is the
 # gradient of the weight.
-_FULL_TILES = 132
+_TILE, _FULL_TILES = 128, 132
+# The gradient of the weight contracts over pixels, which neither images nor their gradient have innermost; in tf32 that
+# is slow (see cost_models/matmul.py): 0.45 and 0.47 of the rate of forward in 512 images of 64 and 256 channels, where
+# 16 bits have 0.9, and 0.45 and 0.53 of the rate that forward is priced at; 0.86 of images of 3.
+_TF32_WEIGHT_FRACTION = 0.49
 # What each gradient takes besides: kernels that fill it with zeros and add up the parts of a split sum. Blocks of
 # ResNet-152 with 8 to 512 images on H100 and H200, by benchmarks/image_blocks.py.
 _GRADIENT_S_fit = 3.2e-6
@@ -101,10 +107,15 @@ def _arithmetic(call: LocalCall) -> Arithmetic:
     if n_channels == 1 and _n_groups(call.op) > 1:
         return Arithmetic(False, *_DEPTHWISE_FRACTIONS[call.operand_format])
     if call.precision in _READ_CHANNELS_LAST:
-        fraction = min(1.0, max(n_channels, _FEWEST_CHANNELS) / _CHANNEL_TILE)
+        tile = _TF32_CHANNEL_TILE if _is_tf32_of_hopper(call) else _CHANNEL_TILE
+        fraction = min(1.0, max(n_channels, _FEWEST_CHANNELS) / tile)
         busy = _busy_part(call, call.results[0])
         return Arithmetic(True, fraction * busy, fraction * _busy_part_backward(call))
     return Arithmetic(True)
+
+
+def _is_tf32_of_hopper(call: LocalCall) -> bool:
+    return call.precision == "tf32" and call.is_since_hopper
 
 
 def _busy_part(call: LocalCall, images: TensorSpec) -> float:
@@ -112,8 +123,8 @@ def _busy_part(call: LocalCall, images: TensorSpec) -> float:
     n_groups, n_dims = _n_local_groups(call), len(call.operands[1].shape) - 2
     extents = images.at(call.batch_size)
     n_channels, n_pixels = extents[-n_dims - 1], math.prod(extents) // extents[-n_dims - 1]
-    n_columns = n_groups * max(1.0, n_channels / n_groups / _CHANNEL_TILE)
-    return min(1.0, max(1.0, n_pixels / _CHANNEL_TILE) * n_columns / _FULL_TILES)
+    n_columns = n_groups * max(1.0, n_channels / n_groups / _TILE)
+    return min(1.0, max(1.0, n_pixels / _TILE) * n_columns / _FULL_TILES)
 
 
 def _has_gradients(call: LocalCall) -> tuple[bool, bool]:
@@ -122,9 +133,11 @@ def _has_gradients(call: LocalCall) -> tuple[bool, bool]:
 
 
 def _busy_part_backward(call: LocalCall) -> float:
-    """The same of the gradients, each half of the arithmetic; that of the weight leaves nothing idle."""
+    """The same of the gradients, each half of the arithmetic; that of the weight leaves nothing idle but in tf32."""
     of_images, of_weight = _has_gradients(call)
-    parts = (_busy_part(call, call.operands[0]),) * of_images + (1.0,) * of_weight
+    is_slow = _is_tf32_of_hopper(call) and _channels_of_a_group(call) > _FEWEST_CHANNELS
+    weight_part = _TF32_WEIGHT_FRACTION if is_slow else 1.0
+    parts = (_busy_part(call, call.operands[0]),) * of_images + (weight_part,) * of_weight
     return len(parts) / sum(1 / part for part in parts) if parts else 1.0
 
 
@@ -155,7 +168,8 @@ def _copied_bytes(call: LocalCall) -> tuple[float, float]:
     x, weight, result = (
         spec.n_bytes(call.batch_size, call.precision) for spec in (*call.operands[:2], call.results[0])
     )
-    forward_bytes = 2 * (x + weight + result) / _COPY_FRACTION
+    fraction = _TF32_COPY_FRACTION if _is_tf32_of_hopper(call) else _COPY_FRACTION
+    forward_bytes = 2 * (x + weight + result) / fraction
     return forward_bytes, 2 * forward_bytes
 
 

@@ -21,8 +21,8 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     return _at(op, "flops", batch_size)
 
 
-def _moved_bytes(op: Op, batch_size: int, precision: str) -> int:
-    return _in_bytes(op, "elements", "bytes", batch_size, precision)
+def _moved_bytes(call: LocalCall) -> int:
+    return _in_bytes(call.op, "elements", "bytes", call.batch_size, call.precision)
 
 
 def _saved_bytes(call: LocalCall) -> int:

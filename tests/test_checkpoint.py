@@ -115,7 +115,8 @@ def two_groups(kind, **options):
     return build_optimizer
 
 
-OPTIMIZERS = {"nadam": two_groups(torch.optim.NAdam)}  # which keeps numbers beside two tensors
+# NAdam keeps numbers beside two tensors; Adafactor sums of rows and columns, of whole matrices only
+OPTIMIZERS = {"nadam": two_groups(torch.optim.NAdam), "adafactor": torch.optim.Adafactor}
 MORE_OPTIMIZERS = {
     "sgd": two_groups(torch.optim.SGD, momentum=0.9),
     "adagrad": two_groups(torch.optim.Adagrad),
@@ -153,8 +154,9 @@ def undisturbed_and_resumed(folder, optimizers):
     for name in optimizers:
         optimizer = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]
         options = ("--checkpoint-dir", f"{folder}/{name}", "--checkpoint-every", "3")
-        whole = train_with_dataset(optimizer, zero3, n_steps=10)
-        first = train_with_dataset(optimizer, zero3, *options, n_steps=10, last=7)
+        before = replicated if name == "adafactor" else zero3
+        whole = train_with_dataset(optimizer, before, n_steps=10)
+        first = train_with_dataset(optimizer, before, *options, n_steps=10, last=7)
         second = train_with_dataset(optimizer, replicated, *options, n_steps=10)
         found[name] = whole, first, second
     return found

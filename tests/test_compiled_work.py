@@ -177,6 +177,23 @@ def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> No
     assert works[1].saved_bytes == 2 * works[0].saved_bytes
 
 
+def test_batch_norm_of_images_that_come_as_convolutions_want_them_goes_over_them_less_often() -> None:
+    graph, device = graph_of("resnet"), load_hardware_profile("h200_x4").device
+    contexts = work_contexts(graph, load_hardware_profile("h200_x4"), "bf16", load_rules())
+    segment = next(segment for segment in graph.segments if segment.name == "groups.0.0")
+    layouts = read_sharding(graph, segment, None, degree=1, rules=load_rules(), facts=contexts(1).facts)
+    found = []
+    for memory_format in ("contiguous", "channels_last"):
+        context = contexts(1, memory_format)
+        local = local_segment(context, segment, layouts)
+        compiled = compiled_segment(context, local, fused_segment(context, segment, local))
+        found.append(compiled_passes(context, compiled, 1024))
+    norms = [op for op in local.ops if op.op.target == "aten.batch_norm.default"]
+    pass_s = sum(op.operands[0].n_bytes(1024, "bf16") for op in norms) / device.copy_bytes_per_s / FUSED_FRACTION
+    assert norms and found[0].forward_s - found[1].forward_s == pytest.approx(0.3 * pass_s)
+    assert found[0].backward_s - found[1].backward_s == pytest.approx(2.9 * pass_s)
+
+
 @pytest.mark.nightly
 def test_compiled_blocks_of_llama_are_computed_as_they_were_measured() -> None:
     import compiled_blocks

@@ -109,7 +109,8 @@ def differences(name, folder):
         expected = usual(generated_found, region["instances"])
         call = generated_builder(region, BATCH, torch.float32, CPU, None, layout=strides.of(region, BATCH))()
         yield "generated", region["segment"], expected, measured(call, call._arguments)
-        if name == "mixture":  # its grouped products take 16 bits only on the meta device
+        # grouped products take 16 bits only on the meta device; nn.Transformer reads a mask, which has no values there
+        if name in ("mixture", "torch_transformer"):
             continue
         call = own_model.builder(region["own"], BATCH, CPU, None)()
         given = [*tensors_of(call._arguments), *tensors_of(call._named)]

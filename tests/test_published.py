@@ -36,6 +36,13 @@ def test_a_published_step_of_images_in_channels_last_is_predicted(name):
     assert abs(found.error) < 0.15
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+def test_published_steps_of_bert_on_a100_are_predicted(precision):
+    found = PREDICT(published.case_of(ROWS[f"dle-bert-a100-1-s128-{precision}"]))
+    assert abs(found.error) < 0.06
+
+
 def test_recomputing_the_core_of_attention_takes_a_part_of_the_forward_pass():
     case = published.case_of(ROWS["vts-1200"])
     full, selective, none = (

@@ -383,6 +383,41 @@ def test_scaling_is_exact_and_an_overflow_on_one_rank_skips_the_update_on_all():
             assert went_on == (True, True, True), name
 
 
+# ------------------------------------------------------------------------------------- optimizers of whole tensors
+
+
+def _muon(parameters):
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2])
+
+
+def _of_whole_tensors():
+    """By optimizer: the largest difference of replicated parameters from plain ones that got the same gradients.
+
+    Both optimizers divide by the size of gradients, so that of gradients that are zero but for rounding, as of the bias
+    of keys, one process by itself would make something else.
+    """
+    found = {}
+    for build_optimizer in (torch.optim.Adafactor, _muon):
+        model, _ = _build(plan(dp=2), _model_file(plan(dp=2), build_optimizer=build_optimizer))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        plain = {name: torch.nn.Parameter(whole.clone()) for name, whole in model.full_parameters()}
+        optimizer = build_optimizer(list(plain.values()))
+        for step in range(3):
+            model.step(_batch(model, step)[1])
+            for name, gradient in model.full_gradients():
+                plain[name].grad = gradient
+            optimizer.step()
+        found[build_optimizer] = max(
+            (whole - plain[name].detach()).abs().max().item() for name, whole in model.full_parameters()
+        )
+    return found
+
+
+def test_optimizers_of_whole_tensors_update_replicas_as_they_do_plain_tensors():
+    for found in run_ranks(_of_whole_tensors, 2):
+        assert len(found) == 2 and max(found.values()) <= 1e-12, found
+
+
 # ------------------------------------------------------------------------------------- what is alive, and in what dtype
 
 

@@ -166,7 +166,7 @@ def _backward(rule: OpRule, call: LocalCall, forward: _Pass) -> _Pass:
 def _moved_bytes(rule: OpRule, call: LocalCall) -> int:
     """Bytes read and written by one call: every operand once, every result once; of a table the rows that are read."""
     if rule.moved_bytes is not None:
-        return rule.moved_bytes(call.op, call.batch_size, call.precision)
+        return rule.moved_bytes(call)
     read = (*call.results, *call.operands[1:]) if rule.reads_rows else call.operands
     return sum(spec.n_bytes(call.batch_size, call.precision) for spec in (*read, *call.results))
 

@@ -132,16 +132,15 @@ def _compiled_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Sharding
         }
 
     @cache
-    def passes(share: Share, keeps_modules: bool) -> Mapping[int, CompiledPasses]:
-        """Of what is compiled, which reads images in the order that it wants."""
-        context = contexts(share.tp, keeps_modules=keeps_modules)
-        segments = fused(share.tp, share.sharding, keeps_modules)
+    def passes(share: Share, order: _Order) -> Mapping[int, CompiledPasses]:
+        context = contexts(share.tp, order.memory_format, keeps_modules=order.keeps_modules)
+        segments = fused(share.tp, share.sharding, order.keeps_modules)
         return {kind: compiled_passes(context, own, share.micro_batch_size) for kind, own in segments.items()}
 
     @cache
     def compiled(share: Share, order: _Order) -> Mapping[int, SegmentWork]:
         found = eager(share, order)
-        of_passes = passes(share, order.keeps_modules)
+        of_passes = passes(share, order)
         return {**found} | {kind: as_compiled(found[kind], own) for kind, own in of_passes.items()}
 
     return compiled

@@ -57,6 +57,7 @@ from .tensor_parallel.experts import use_float64_grouped_products
 from .update.finite import finite_update
 from .update.gradients import (
     clip_gradients,
+    handed_over,
     scale_gradients,
     squared_norm_share,
     sum_partial_gradients,
@@ -136,7 +137,7 @@ class ParallelModel(nn.Module):
             self._loss_fn = compiled(self._loss_fn, mesh.device)
         self.stages = nn.ModuleList(stages)
         self._parameters_of_rank, self._tied = name_parameters(stages, parallel_model, config=config, mesh=mesh)
-        self.optimizer = build_optimizer_of(model_file, [p.parameter for p in self._parameters_of_rank], learning_rate)
+        self.optimizer = build_optimizer_of(model_file, [p.updated for p in self._parameters_of_rank], learning_rate)
         self.scheduler = build_scheduler_of(model_file, self.optimizer, learning_rates)
         self._pipeline = self._build_pipeline() if config.pp > 1 else None
 
@@ -187,7 +188,8 @@ class ParallelModel(nn.Module):
             check_same_batch(batch, config=self.config, mesh=self.mesh)
             self._has_compared_batches = True
         if self._graph is None:
-            self.optimizer.zero_grad(set_to_none=True)
+            for entry in self._parameters_of_rank:
+                entry.parameter.grad = None
         else:
             if not self.is_left_alone:
                 self._graph.forget_seen()
@@ -204,7 +206,7 @@ class ParallelModel(nn.Module):
                 if self._max_grad_norm is not None:
                     clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
                 self.wait_for_copies()
-                with self._checked(sums, own), naming_distributed_tensors():
+                with self._checked(sums, own), handed_over(self._parameters_of_rank), naming_distributed_tensors():
                     self.optimizer.step()
                     if self.is_left_alone and self._graph is not None:
                         self._graph.look_ahead()
@@ -282,6 +284,10 @@ class ParallelModel(nn.Module):
         if self.config.n_ranks > 1:
             dist.all_reduce(loss)
         return loss / self._scale, self._mean_count
+
+    def updated(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Of each trainable parameter of this rank what the optimizer has in its place; see `NamedParameter`."""
+        return {entry.parameter: entry.updated for entry in self._parameters_of_rank}
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the user's model, whole tensor) of this rank's stages; all ranks must iterate together."""

@@ -51,6 +51,13 @@ def named_parameters(model: ParallelModel) -> Iterator[tuple[str, str, nn.Parame
             yield model.whole.first_name[name], name, parameter
 
 
+def updated_parameters(model: ParallelModel) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """The same of what the optimizer has of them."""
+    updated = model.updated()
+    for first_name, name, parameter in named_parameters(model):
+        yield first_name, name, updated.get(parameter, parameter)
+
+
 def parameter_pieces(model: ParallelModel) -> list[Piece]:
     """The boxes of all parameters that this rank holds."""
     return [
@@ -93,7 +100,7 @@ def optimizer_pieces(model: ParallelModel) -> tuple[list[Piece], Values]:
     """The boxes of the optimizer's state that this rank holds, and what of that state is not a tensor."""
     pieces: list[Piece] = []
     values: Values = {}
-    for first_name, name, parameter in named_parameters(model):
+    for first_name, name, parameter in updated_parameters(model):
         for entry, value in model.optimizer.state.get(parameter, {}).items():
             if "." in entry:
                 raise RankCheckpointError(
@@ -123,7 +130,7 @@ def optimizer_state_to_fill(
     numbers = {id(parameter): number for number, parameter in enumerate(_in_groups(model))}
     state: dict[int, dict[str, Any]] = {}
     pieces: list[Piece] = []
-    for first_name, name, parameter in named_parameters(model):
+    for first_name, name, parameter in updated_parameters(model):
         if id(parameter) not in numbers or not (first_name in entries or first_name in values):
             continue
         own: dict[str, Any] = dict(values.get(first_name, {}))
@@ -197,7 +204,7 @@ def optimizer_options(model: ParallelModel) -> list[dict[str, Any]]:
 
     What stands in for the parameters of a rank that trains none has no name.
     """
-    first_names = {id(parameter): first_name for first_name, _, parameter in named_parameters(model)}
+    first_names = {id(parameter): first_name for first_name, _, parameter in updated_parameters(model)}
     return [
         {
             "parameters": [first_names[id(parameter)] for parameter in group["params"] if id(parameter) in first_names],

@@ -119,7 +119,7 @@ def _exchanged(runs: torch.Tensor, tp: ProcessGroup, is_return: bool) -> torch.T
     computing = [min(run, 2 * n_ranks - 1 - run) for run in (2 * rank, 2 * rank + 1)]
     holding = [rank // 2, (2 * n_ranks - 1 - rank) // 2]
     is_swapped = computing[0] > computing[1]
-    leaving = runs.flip(0) if is_swapped and not is_return else runs.contiguous()
+    leaving = (runs.flip(0) if is_swapped and not is_return else runs).contiguous()
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(
         arriving,

@@ -11,7 +11,8 @@ and a tied weight that lives in several pipeline stages counts in the first of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ class NamedParameter:
 
     Attributes:
         name: its first name in the user's model.
+        updated: what the optimizer has of it: where data-parallel ranks hold all of it, a plain tensor of the same
+            memory, with which any optimizer can compute; else the parameter.
         norm_share: which fraction of its squared gradient this rank adds to the global norm.
         is_partial: whether each tensor-parallel rank has a share of its gradient after the backward pass.
         is_replicated: whether each of several tensor-parallel ranks computes its whole gradient.
@@ -35,6 +38,7 @@ class NamedParameter:
 
     name: str
     parameter: nn.Parameter
+    updated: nn.Parameter
     norm_share: float
     is_partial: bool = False
     is_replicated: bool = False
@@ -43,6 +47,17 @@ class NamedParameter:
         """The elements of its gradient that this rank holds."""
         gradient = self.parameter.grad
         return None if gradient is None else local_part(gradient)
+
+
+@contextmanager
+def handed_over(parameters: Iterable[NamedParameter]) -> Iterator[None]:
+    """Around an update: gradients, and memory as it is now, where the optimizer looks for them."""
+    apart = [entry for entry in parameters if entry.updated is not entry.parameter]
+    for entry in apart:
+        entry.updated.data, entry.updated.grad = local_part(entry.parameter.detach()), entry.local_gradient()
+    yield
+    for entry in apart:
+        entry.updated.grad = None
 
 
 @dataclass(frozen=True, slots=True)

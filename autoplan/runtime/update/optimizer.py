@@ -20,6 +20,10 @@ _TAKES = (
 )
 
 
+# What torch says of an operation that its distributed tensors have not, or not in place.
+_OF_DISTRIBUTED_TENSORS = ("Sharding propagation failed", "in-place operations that require placement changes")
+
+
 class OptimizerError(Refusal):
     """What build_optimizer returned cannot train."""
 
@@ -115,10 +119,11 @@ def naming_distributed_tensors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "Sharding propagation failed" in str(error):
+        if any(words in str(error) for words in _OF_DISTRIBUTED_TENSORS):
             error.add_note(
                 "optimizer: its parameters are distributed tensors (DTensor) of all data-parallel ranks, which have no"
                 " such operation\n"
-                "  fix: use another optimizer in build_optimizer (AdamW has all it needs); or plan with --fix dp=1"
+                "  fix: plan with --fix zero=0, which leaves them whole, or use another optimizer in build_optimizer"
+                " (AdamW has all it needs)"
             )
         raise

@@ -34,6 +34,6 @@ def _replicated(parameters: Sequence[NamedParameter], optimizer: torch.optim.Opt
     """What this rank holds of them; not the numbers of an optimizer, such as steps, which no rounding changes."""
     for entry in parameters:
         if entry.is_replicated:
-            state = optimizer.state.get(entry.parameter, {}).values()
+            state = optimizer.state.get(entry.updated, {}).values()
             tensors = [value for value in state if isinstance(value, torch.Tensor) and value.dim() > 0]
             yield from (local_part(tensor) for tensor in (entry.parameter, *tensors))
