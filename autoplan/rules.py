@@ -77,7 +77,7 @@ class LocalCall:
 
     @property
     def is_since_hopper(self) -> bool:
-        """Whether the GPU is of Hopper or later, which attention of cuDNN tells."""
+        """Whether the GPU is one for servers of Hopper or later; only these have attention of cuDNN."""
         return self.attention == "cudnn"
 
     @property

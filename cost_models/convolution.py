@@ -16,7 +16,7 @@ from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, Strategy
 
 # How cuDNN computes: H200, torch 2.11, cuDNN 9.19 (benchmarks/results/op_rates_h200_2026-11-23.jsonl). Figures of tf32
 # are for Hopper and later (op_rates_convolutions_h200_2026-11-29.jsonl there): published steps of ResNet-50 in tf32 on
-# A100 are 9 to 12 % longer than they would be without them, and 14 to 18 % with them.
+# A100 are predicted 9 and 12 % too fast without them, and would be 12 and 15 %.
 # Kernels of the matrix units read pixel by pixel, all channels of one together (channels_last), and those of float32
 # channel by channel. Images that lie in the other order are copied, at this part of the rate of a copy.
 _READ_CHANNELS_LAST = frozenset({"bf16", "fp16", "tf32"})

@@ -14,8 +14,8 @@ _LEADING = "abcdefgh"
 # Rate of both products of backward / of the forward one in tf32. H200, torch 2.11, products of 34 to 1,100 GFLOP: 0.66
 # of a forward product where neither factor has the contracted dim innermost (0.61 to 0.70), and 0.93 where the first
 # alone has it (0.83 to 1.03); 16-bit products take as long in every layout, to 7 %
-# (benchmarks/results/op_rates_by_layout_h200_2026-11-29.jsonl). Published steps of BERT-large in tf32 on A100 are 18 %
-# shorter than they would be so.
+# (benchmarks/results/op_rates_by_layout_h200_2026-11-29.jsonl). Published steps of BERT-large in tf32 on A100 would be
+# predicted up to 18 % too slow, which are 4 %.
 _TF32_BACKWARD_FRACTION = 0.77
 
 

@@ -157,4 +157,4 @@ def test_a_comparison_takes_an_eps_of_two_numbers_for_none() -> None:
 def test_an_error_of_distributed_tensors_in_the_optimizer_says_what_can_be_done(words: str) -> None:
     with pytest.raises(RuntimeError) as raised, naming_distributed_tensors():
         raise RuntimeError(words)
-    assert "--fix zero=0" in raised.value.__notes__[0]
+    assert "--fix zero=0,tp=1" in raised.value.__notes__[0]

@@ -121,6 +121,7 @@ def _eager_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings) 
 
 def _compiled_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings, eager: _WorkPricer) -> _WorkPricer:
     """The same, with what is compiled as it runs then."""
+    images = image_kinds(graph)
 
     @cache
     def fused(tp: int, sharding: str, keeps_modules: bool) -> Mapping[int, CompiledSegment]:
@@ -133,9 +134,15 @@ def _compiled_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Sharding
 
     @cache
     def passes(share: Share, order: _Order) -> Mapping[int, CompiledPasses]:
-        context = contexts(share.tp, order.memory_format, keeps_modules=order.keeps_modules)
-        segments = fused(share.tp, share.sharding, order.keeps_modules)
-        return {kind: compiled_passes(context, own, share.micro_batch_size) for kind, own in segments.items()}
+        """Only segments that read images are given them in this format."""
+        plain, of_images = (
+            contexts(share.tp, memory_format, keeps_modules=order.keeps_modules)
+            for memory_format in (CONTIGUOUS, order.memory_format)
+        )
+        return {
+            kind: compiled_passes(of_images if kind in images else plain, own, share.micro_batch_size)
+            for kind, own in fused(share.tp, share.sharding, order.keeps_modules).items()
+        }
 
     @cache
     def compiled(share: Share, order: _Order) -> Mapping[int, SegmentWork]:

@@ -82,7 +82,8 @@ class StepRecord:
         learning_rate: of the first parameter group.
         step_s: without `data_wait_s`, which the step before it waited for its batch.
         peak_allocated_bytes, peak_reserved_bytes: of this rank since training began (the construction of the model left
-            out, but for what the allocator still holds of it); None on CPU.
+            out, but for what the allocator still holds of it), or since the first step, where cuDNN tried algorithms in
+            that; None on CPU.
         loss_scale: under fp16, of the next step.
         was_updated: whether the parameters changed; under fp16 an overflow leaves them.
         is_profiled: whether torch's profiler slowed it down.

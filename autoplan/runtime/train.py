@@ -92,7 +92,8 @@ def train_steps(
 
 
 def _free_memory_of_trials(device: torch.device) -> None:
-    """Give back what cuDNN tried the algorithms of convolutions with, which no other step needs, and count peaks anew.
+    """Give back what cuDNN tried the algorithms of convolutions with, which none of these shapes needs again, and count
+    peaks anew.
 
     It takes what an algorithm asks for, up to 8.8 GiB for one convolution of 512 images in 32 bits, or what is left.
     """

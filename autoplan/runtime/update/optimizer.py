@@ -123,7 +123,7 @@ def naming_distributed_tensors() -> Iterator[None]:
             error.add_note(
                 "optimizer: its parameters are distributed tensors (DTensor) of all data-parallel ranks, which have no"
                 " such operation\n"
-                "  fix: plan with --fix zero=0, which leaves them whole, or use another optimizer in build_optimizer"
-                " (AdamW has all it needs)"
+                "  fix: plan with --fix zero=0,tp=1, which leaves them whole, or use another optimizer in"
+                " build_optimizer (AdamW has all it needs)"
             )
         raise
