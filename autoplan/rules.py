@@ -76,9 +76,9 @@ class LocalCall:
     is_compiled: bool = False
 
     @property
-    def is_since_hopper(self) -> bool:
-        """Whether the GPU is one for servers of Hopper or later; only these have attention of cuDNN."""
-        return self.attention == "cudnn"
+    def is_tf32_of_hopper(self) -> bool:
+        """Whether it is computed in tf32 by a server's GPU of Hopper or later, which alone have attention of cuDNN."""
+        return self.precision == "tf32" and self.attention == "cudnn"
 
     @property
     def operand_format(self) -> str:

@@ -1,7 +1,7 @@
 """Forward and backward of single operators on this device: what their prices from the data sheet are compared with.
 
     python benchmarks/op_rates.py run RESULTS.jsonl [--only OP]    needs torch and one GPU only
-    python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE [HOST]]    computed beside measured (needs autoplan)
+    python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE] [--host TIMES]   computed beside measured; needs autoplan
 
 Convolutions, contiguous and in channels_last, in bf16, tf32 and float32, and what stands beside them, in bf16;
 reading rows by index, whose gradient adds rows where they belong; and products, also by which dim of each factor is
@@ -10,7 +10,7 @@ in which cuDNN tries its algorithms. Rows of convolutions also have the backward
 pass takes besides its results: in its first call, in which algorithms are tried, and in later ones.
 
 The table has the prices of `cost.op_time` in microseconds. Times that the host sets are marked h and left out of the
-means of |log(computed / measured)|: a gradient that launches nothing (`add`) takes 55 us, or HOST times as long.
+means of |log(computed / measured)|: a gradient that launches nothing (`add`) takes 55 us, or so many times as long.
 """
 
 import argparse
@@ -276,7 +276,7 @@ class Compared:
         )
 
 
-def compared(path: Path, hw: str, host: float = 1.0) -> list[Compared]:
+def compared(path: Path, hw: str, *, host: float = 1.0) -> list[Compared]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     pairs = [(row, computed(row, hw)) for row in rows if "error" not in row]
     return [
@@ -287,8 +287,8 @@ def compared(path: Path, hw: str, host: float = 1.0) -> list[Compared]:
     ]
 
 
-def table(path: Path, hw: str, host: float) -> None:
-    found = compared(path, hw, host)
+def table(path: Path, hw: str, *, host: float) -> None:
+    found = compared(path, hw, host=host)
     titles = "".join(f"{direction:>12}{'computed':>10}{'error':>9}" for direction in DIRECTIONS)
     print(f"{'op':16}{'shape':34}{'layout':15}{'':5}{titles}")
     for _, own in groupby(found, key=lambda item: id(item.row)):
@@ -383,9 +383,9 @@ def main() -> None:
     of_table = actions.add_parser("table")
     of_table.add_argument("results", type=Path)
     of_table.add_argument("hardware", nargs="?", default="h200_x4")
-    of_table.add_argument("host", nargs="?", type=float, default=1.0)
+    of_table.add_argument("--host", type=float, default=1.0, metavar="TIMES", help="how much slower this host is")
     given = parser.parse_args()
-    run(given.results, given.only) if given.action == "run" else table(given.results, given.hardware, given.host)
+    run(given.results, given.only) if given.action == "run" else table(given.results, given.hardware, host=given.host)
 
 
 if __name__ == "__main__":

@@ -107,15 +107,11 @@ def _arithmetic(call: LocalCall) -> Arithmetic:
     if n_channels == 1 and _n_groups(call.op) > 1:
         return Arithmetic(False, *_DEPTHWISE_FRACTIONS[call.operand_format])
     if call.precision in _READ_CHANNELS_LAST:
-        tile = _TF32_CHANNEL_TILE if _is_tf32_of_hopper(call) else _CHANNEL_TILE
+        tile = _TF32_CHANNEL_TILE if call.is_tf32_of_hopper else _CHANNEL_TILE
         fraction = min(1.0, max(n_channels, _FEWEST_CHANNELS) / tile)
         busy = _busy_part(call, call.results[0])
         return Arithmetic(True, fraction * busy, fraction * _busy_part_backward(call))
     return Arithmetic(True)
-
-
-def _is_tf32_of_hopper(call: LocalCall) -> bool:
-    return call.precision == "tf32" and call.is_since_hopper
 
 
 def _busy_part(call: LocalCall, images: TensorSpec) -> float:
@@ -135,7 +131,7 @@ def _has_gradients(call: LocalCall) -> tuple[bool, bool]:
 def _busy_part_backward(call: LocalCall) -> float:
     """The same of the gradients, each half of the arithmetic; that of the weight leaves nothing idle but in tf32."""
     of_images, of_weight = _has_gradients(call)
-    is_slow = _is_tf32_of_hopper(call) and _channels_of_a_group(call) > _FEWEST_CHANNELS
+    is_slow = call.is_tf32_of_hopper and _channels_of_a_group(call) > _FEWEST_CHANNELS
     weight_part = _TF32_WEIGHT_FRACTION if is_slow else 1.0
     parts = (_busy_part(call, call.operands[0]),) * of_images + (weight_part,) * of_weight
     return len(parts) / sum(1 / part for part in parts) if parts else 1.0
@@ -168,7 +164,7 @@ def _copied_bytes(call: LocalCall) -> tuple[float, float]:
     x, weight, result = (
         spec.n_bytes(call.batch_size, call.precision) for spec in (*call.operands[:2], call.results[0])
     )
-    fraction = _TF32_COPY_FRACTION if _is_tf32_of_hopper(call) else _COPY_FRACTION
+    fraction = _TF32_COPY_FRACTION if call.is_tf32_of_hopper else _COPY_FRACTION
     forward_bytes = 2 * (x + weight + result) / fraction
     return forward_bytes, 2 * forward_bytes
 

@@ -102,8 +102,7 @@ def _spelled(text: str, rank: int, n_dots: int) -> Marks:
 
 
 def _arithmetic(call: LocalCall) -> Arithmetic:
-    is_slow = call.precision == "tf32" and call.is_since_hopper
-    return Arithmetic(True, backward_fraction=_TF32_BACKWARD_FRACTION if is_slow else 1.0)
+    return Arithmetic(True, backward_fraction=_TF32_BACKWARD_FRACTION if call.is_tf32_of_hopper else 1.0)
 
 
 def _product(equation: str | Equation, *, saves: tuple[int, ...], linear_in: tuple[int, ...] = ()) -> OpRule:

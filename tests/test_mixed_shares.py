@@ -259,11 +259,7 @@ def run_program(folder: Path, *arguments: str) -> list[dict[str, float]]:
 
 
 def with_shares(problem: api.Problem, answer: Answer) -> Answer:
-    """The plan with 2 x 3 samples for each rank of the first group, and 1 x 4 and recomputation for the other's.
-
-    Its global batch is then another one where ranks are fewer.
-    """
-    problem = replace(problem, options=replace(problem.options, global_batch=None))
+    """The plan with 2 x 3 samples for each rank of the first group, and 1 x 4 and recomputation for the other's."""
     dps = [share.dp for share in answer.best.plan.mesh.shares]
     mesh = mesh_of(answer.best.plan.mesh, (BatchShare(dps[0], 2, 3), BatchShare(dps[1], 1, 4)))
     blocks = tuple(i for i, segment in enumerate(problem.graph.segments) if segment.is_block)

@@ -28,12 +28,12 @@ def name_parameters(
                 n_holders = mesh.n_replicas * (1 if name in sharded else config.tp)
                 share = 1.0 / n_holders if first_stage_of.get(name, index) == index else 0.0
                 is_replicated = config.tp > 1 and name not in sharded and name not in partial
-                updated = plain_parameter(parameter) if config.zero_shard_degree == 1 else parameter
+                updated = _plain(parameter) if config.zero_shard_degree == 1 else parameter
                 named.append(NamedParameter(name, parameter, updated, share, name in partial, is_replicated))
     return named, tied
 
 
-def plain_parameter(parameter: nn.Parameter) -> nn.Parameter:
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
     """The same, or what this rank holds of a distributed one; shares its memory."""
     is_distributed = isinstance(parameter, torch.distributed.tensor.DTensor)
     return nn.Parameter(local_part(parameter.detach())) if is_distributed else parameter

@@ -18,8 +18,6 @@ _TAKES = (
     "build_optimizer takes a list of parameters, those of this rank, without their names and without the model; tell"
     " groups apart by the parameters themselves, such as p.ndim > 1 for those with weight decay"
 )
-
-
 # What torch says of an operation that its distributed tensors have not, or not in place.
 _OF_DISTRIBUTED_TENSORS = ("Sharding propagation failed", "in-place operations that require placement changes")
 
