@@ -1,7 +1,7 @@
 """Forward and backward of single operators on this device: what their prices from the data sheet are compared with.
 
     python benchmarks/op_rates.py run RESULTS.jsonl [--only OP]    needs torch and one GPU only
-    python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE] [--host TIMES]   computed beside measured; needs autoplan
+    python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE] [--host TIMES]    beside computed; needs autoplan
 
 Convolutions, contiguous and in channels_last, in bf16, tf32 and float32, and what stands beside them, in bf16;
 reading rows by index, whose gradient adds rows where they belong; and products, also by which dim of each factor is
