@@ -1,13 +1,14 @@
 """What a captured CUDA graph holds, by the stream whose memory it is, and what torch's allocator had before.
 
-    python benchmarks/graph_memory.py run FOLDER RESULTS.jsonl [apart]   runs the programs for one device in FOLDER
+    python benchmarks/graph_memory.py run FOLDER RESULTS.jsonl [apart]   runs the programs in FOLDER
     python benchmarks/graph_memory.py table RESULTS.jsonl...
 
 `predictions.py emit` writes the programs. `apart`: with gradients in memory of the stream that reduces them, as
-`fully_shard` has it by itself. Needs torch and a GPU.
+`fully_shard` has it by itself. Of several ranks the one that holds most is printed. Needs torch and GPUs.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,21 +17,24 @@ from types import SimpleNamespace
 import program_runs
 
 GiB = 2**30
-NOTE = "graph_memory.json"  # in the folder of a program
+NOTE = "graph_memory_{}.json"  # in the folder of a program, of each rank
 
 
 def run(folder: Path, results: Path, *, is_apart: bool) -> None:
     programs = sorted(path for path in folder.iterdir() if (path / "train.py").exists())
     program_runs.import_once(programs[0])
     for program in programs:
-        note = program / NOTE
-        note.unlink(missing_ok=True)
-        case = SimpleNamespace(name=program.name, links="nvlink", devices=1)
-        started = program_runs.Run(case, program.resolve(), [0], before=note_apart if is_apart else note_memory)
+        limits = program_runs.allocator_bytes_per_rank(json.loads((program / "plan.json").read_text())["best"])
+        notes = [program / NOTE.format(rank) for rank in range(len(limits))]
+        for note in notes:
+            note.unlink(missing_ok=True)
+        case = SimpleNamespace(name=program.name, links="nvlink", devices=len(limits))
+        devices = list(range(len(limits)))
+        started = program_runs.Run(case, program.resolve(), devices, before=note_apart if is_apart else note_memory)
         while not started.is_done():
             time.sleep(0.05)
-        row = started.row() | {"graph": json.loads(note.read_text()) if note.exists() else None, "apart": is_apart}
-        row["limits"] = program_runs.allocator_bytes_per_rank(started.best)
+        graphs = [json.loads(note.read_text()) for note in notes if note.exists()]
+        row = started.row() | {"graphs": graphs, "apart": is_apart, "limits": limits}
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(line(row), flush=True)
@@ -57,7 +61,7 @@ def note_memory() -> None:
         found = {"before": before, "pools": pools(torch.cuda.memory_snapshot())}
         found["captured_allocated"] = torch.cuda.max_memory_allocated()
         found["captured_reserved"] = torch.cuda.max_memory_reserved()
-        Path(NOTE).write_text(json.dumps(found))
+        Path(NOTE.format(os.environ["RANK"])).write_text(json.dumps(found))
 
     StepGraph._capture = captured
 
@@ -83,10 +87,12 @@ def table(*results: str) -> None:
 
 def line(row: dict) -> str:
     """One program: what its plan says that the allocator needs, and what it took to capture."""
-    graph, where = row["graph"], "apart" if row["apart"] else "together"
-    start = f"{row['case']:42s} {where:9s} {max(row['limits']) / GiB:8.2f}"
-    if graph is None:
-        return f"{start} {row.get('error', '')[-300:]}"
+    where = "apart" if row["apart"] else "together"
+    graphs = row["graphs"] if "graphs" in row else [row["graph"]] if row["graph"] else []  # of one rank: before 11-29
+    if len(graphs) < len(row["limits"]):
+        return f"{row['case']:42s} {where:9s} {max(row['limits']) / GiB:8.2f} {row.get('error', '')[-300:]}"
+    limit, graph = max(zip(row["limits"], graphs, strict=True), key=lambda pair: pair[1]["captured_reserved"] / pair[0])
+    start = f"{row['case']:42s} {where:9s} {limit / GiB:8.2f}"
     allocated, held = graph["captured_allocated"], graph["captured_reserved"]
     of_graph = [f"{total / GiB:.2f}" for name, (total, _) in graph["pools"].items() if name.startswith("private")]
     return f"{start} {allocated / GiB:9.2f} {held / GiB:8.2f} {held / allocated:6.3f}  {' + '.join(of_graph)}"

@@ -1,7 +1,8 @@
 """Runs of emitted programs on this host, several at once: each in processes forked from one that has imported torch.
 
 Needs torch only. `TRAIN_OPTIONS` of the environment are given to every `train.py`. With `LIMIT_MEMORY=1` the allocator
-of each rank has as much as the plan says that it needs (rows then hold `limit_bytes_per_rank`), and no more.
+of each rank has as much as the plan says that it needs (rows then hold `limit_bytes_per_rank`), and no more; with
+`LIMIT_MEMORY=1.05`, 5 % more.
 """
 
 import json
@@ -68,7 +69,8 @@ class Run:
         self.started_s = time.perf_counter()
         self.codes: dict[int, int | None] = {}
         self.best = json.loads((folder / "plan.json").read_text())["best"]
-        self.limits_bytes = allocator_bytes_per_rank(self.best) if os.environ.get("LIMIT_MEMORY") == "1" else []
+        share = float(os.environ.get("LIMIT_MEMORY", "0"))
+        self.limits_bytes = [int(share * size) for size in allocator_bytes_per_rank(self.best)] if share else []
         port = FIRST_PORT + Run.n_started
         Run.n_started += 1
         (folder / "measured.json").unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from autoplan.checks.plan import check_plan
 from autoplan.cost.price import RESERVED_RATIO, make_pricer
 from autoplan.cost.waits import start_s
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import load_hardware_profile
+from autoplan.hardware import HardwareProfile, load_hardware_profile
 from autoplan.hardware.cluster import load_cluster
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
@@ -25,6 +25,7 @@ from autoplan.report.plan import plan_table
 from autoplan.rules import load_rules
 from autoplan.runtime import Config
 from autoplan.search import search
+from autoplan.search.result import Candidate
 from autoplan.simulator.simulate import simulate
 from autoplan.space.choices import capture_choices
 from autoplan.space.mixed_space import check_mixed_options
@@ -92,6 +93,32 @@ def test_a_plan_whose_host_is_ahead_goes_without_unless_one_is_asked_for() -> No
     assert sizes == [(1, True), (2, False), (8, False)]
     assert fixed.best.plan.mesh.cuda_graph
     assert free.best.estimate.step_s <= fixed.best.estimate.step_s * (1.0 + 1e-3)
+
+
+def test_a_plan_whose_graph_may_not_fit_goes_without_unless_one_is_asked_for() -> None:
+    graph = trace_model(EXAMPLES / "gpt.py")
+    pinned = (("dp", "8"), ("tp", "1"), ("pp", "1"), ("zero", "0"), ("recompute", "none"))
+
+    def best(hardware: HardwareProfile, *fix: tuple[str, str]) -> Candidate:
+        options = Options(fix=(*pinned, *fix), top=50)
+        space = priced_space(graph, hardware, options, global_batch=64)
+        result = search(space.space, price=space.price, options=options, make_plan=space.make_plan)
+        found = [result.best, *result.alternatives]
+        assert result.best.estimate.step_s == min(candidate.estimate.step_s for candidate in found)
+        return result.best
+
+    roomy = best(PROFILE, ("micro_batch", "8"))
+    assert roomy.plan.mesh.cuda_graph
+    margin = roomy.estimate.memory_margin + 0.01  # the graph may hold 15 % more of what is allocated
+    tight_bytes = max(roomy.estimate.needed_bytes) + round(margin * max(roomy.estimate.allocated_bytes))
+    tight = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=tight_bytes))
+    without = best(tight, ("micro_batch", "8"))
+    assert without.plan == replace(roomy.plan, mesh=replace(roomy.plan.mesh, cuda_graph=False))
+    assert without.estimate.step_s > roomy.estimate.step_s
+    assert best(tight, ("micro_batch", "8"), ("cuda_graph", "on")).plan == roomy.plan
+    other = best(tight)  # the graph of smaller micro-batches fits
+    assert other.plan.mesh.cuda_graph
+    assert other.estimate.step_s < without.estimate.step_s
 
 
 def test_no_plan_is_slower_with_a_graph_which_needs_memory_for_a_batch_of_its_own() -> None:

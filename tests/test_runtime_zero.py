@@ -223,3 +223,23 @@ def test_one_device_in_bf16_computes_in_bf16_and_keeps_parameters_and_gradients_
     ((computed, parameters, gradients, losses),) = run_ranks(_gathers_in_mixed_precision, 1)
     assert (computed, parameters, gradients) == ({torch.bfloat16}, {torch.float32}, {torch.float32})
     assert losses[-1] < losses[0]
+
+
+def _held_before_each_block():
+    """How many reductions of the micro-batch before are kept, before each block in turn, under ZeRO 2."""
+    model = _build(dp=2, zero_stage=2, zero_shard_degree=2)
+    [stage] = model.stages
+    held = []
+
+    def note(*_):
+        held.append(len(stage._get_fsdp_state()._comm_ctx.reduce_scatter_states))
+
+    for name in BLOCKS:
+        stage.get_submodule(name).register_forward_hook(note)
+    batch = global_batch(tiny_gpt.make_batch, batch_size=model.config.global_batch_size, seed=0, step=0)
+    model.step(local_batch(batch, config=model.config, dp_rank=model.mesh.dp_rank))
+    return held
+
+
+def test_what_was_reduced_is_freed_before_the_last_block_and_not_among_the_logits():
+    assert run_ranks(_held_before_each_block, 2)[0] == [0, 0, 0, 0, *2 * [1, 1, 1, 0]]

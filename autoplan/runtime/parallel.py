@@ -45,7 +45,6 @@ from .stages.stage_order import apply_in_order
 from .stages.unused import UnusedParameters
 from .stages.zero import (
     finish_weights,
-    free_reduced_gradients,
     freeing_blocks,
     prepare_backward,
     sharded_modules,
@@ -145,6 +144,9 @@ class ParallelModel(nn.Module):
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._sharded_modules = sharded_modules(self.stages)
         self._graph = self._step_graph() if config.runs_as_graph(mesh.device) else None
+        if mesh.device.type == "cuda":
+            stream = torch.cuda.current_stream(mesh.device) if self._graph is None else self._graph.stream
+            keep_gradients_on(stream, self._sharded_modules, config=config)
         self.was_updated = True
         self._mean_divisor = config.mean_divisor(mesh.dp_rank)
         self._mean_count = torch.ones((), device=mesh.device)
@@ -345,9 +347,7 @@ class ParallelModel(nn.Module):
     def _step_graph(self) -> StepGraph:
         parameters = [(entry.name, entry.parameter) for entry in self._parameters_of_rank]
         group = dist.new_group(backend="gloo") if self.config.n_ranks > 1 else None
-        graph = StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device, group=group)
-        keep_gradients_on(graph.stream, self._sharded_modules, config=self.config)
-        return graph
+        return StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device, group=group)
 
     # -------------------------------------------------------------- one step
 
@@ -389,7 +389,6 @@ class ParallelModel(nn.Module):
         total = torch.zeros((), dtype=self.config.parameter_dtype, device=self.mesh.device)
         for index, (inputs, targets) in enumerate(batches):
             outputs = self._outputs(inputs)
-            free_reduced_gradients(stage)
             loss = self._loss(outputs, targets) / self._mean_divisor
             del outputs  # autograd keeps what it needs of them; logits in 16 bits it does not
             if self._unused is not None:

@@ -168,6 +168,7 @@ def timed_step(
         samples_per_s=samples_per_s,
         peak_allocated_bytes=None if peaks is None else peaks["allocated_bytes"]["all"]["peak"],
         peak_reserved_bytes=None if peaks is None else peaks["reserved_bytes"]["all"]["peak"],
+        n_allocator_retries=None if peaks is None else peaks["num_alloc_retries"],
         tokens_per_s=planned.tokens_per_s(samples_per_s),
         mfu=planned.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
         loss_scale=None if model.loss_scale is None else model.loss_scale.value,

@@ -1,10 +1,11 @@
 """Where reduced gradients lie: in memory of the stream that computes, which the backward pass frees more and more of.
 
 `fully_shard` reduces on a stream of its own and allocates there what it reduces into. torch's allocator keeps the
-memory of each stream apart: room that one has freed becomes room of another by giving it back to the device, which
-nobody can do while a CUDA graph is captured. So a graph would take the most that passes need and all gradients besides.
+memory of each stream apart: room that one has freed becomes room of another by giving it back to the device, for which
+it waits. A step that is short of memory would do so twice, and nobody can while a CUDA graph is captured: it would
+take the most that passes need and all gradients besides.
 
-    memory of a graph    passes | gradients        passes and gradients
+    memory of a step     passes | gradients        passes and gradients
                          two streams               one stream
 """
 

@@ -66,7 +66,18 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
         fully_shard(root.get_submodule(config.head_group), mesh=axes, mp_policy=policy, reshard_after_forward=False)
     # None: free the group of the rest after backward, not between forward and backward.
     fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
+    if config.zero_stage >= 2:
+        _free_before_head(root, blocks)
     return compress_reductions(root, mesh=mesh, config=config)
+
+
+def _free_before_head(root: nn.Module, blocks: Iterable[str]) -> None:
+    """See `free_reduced_gradients`; where there are no blocks, before the loss."""
+    *_, last = ("", *blocks)
+    if last:
+        root.get_submodule(last).register_forward_pre_hook(lambda *_: free_reduced_gradients(root))
+    else:
+        root.register_forward_hook(lambda *_: free_reduced_gradients(root))
 
 
 def _refuse_changed_lists(block: nn.Module) -> None:
@@ -121,7 +132,8 @@ def free_reduced_gradients(root: nn.Module) -> None:
     """Free what the last reduction of the micro-batch before was given, once it is done.
 
     `fully_shard` keeps it until its next reduction, which is in the next backward pass. Freed at the end of the pass
-    that began it, it would hold up the next forward pass; before the loss, that has hidden it, and memory peaks later.
+    that began it, it would hold up the next forward pass; before the last block, that has hidden it, and memory peaks
+    later. After the head it would lie between logits, as the allocator puts them, of this micro-batch and the last.
     """
     if isinstance(root, FSDPModule) and root._get_fsdp_state()._is_root:
         context: Any = root._get_fsdp_state()._comm_ctx
