@@ -139,6 +139,19 @@ def test_a_traced_model_file_tells_what_its_optimizer_does_or_how_it_fails(
     assert graph.optimizer_failure.endswith(f"toy.py:17: return torch.optim.{optimizer}") is failure.endswith(" at ")
 
 
+def test_a_comparison_forgets_gradients_that_the_optimizer_does_not_have() -> None:
+    functions = {"build_optimizer": lambda p: Muon(p[:1]), "loss_fn": nn.functional.mse_loss}
+    model_file = SimpleNamespace(build_model=lambda: nn.Linear(2, 2), **functions)
+    plain = PlainTraining(Config(precision="fp64", micro_batch_size=2), model_file, build_device=CPU, device=CPU)
+    batch = torch.ones(2, 2), torch.ones(2, 2)
+    found = []
+    for _ in range(2):
+        plain.optimizer.param_groups[0]["lr"] = 0.0
+        plain.step(batch)
+        found.append(plain.model.bias.grad.clone())
+    assert torch.equal(*found)
+
+
 def test_a_comparison_takes_an_eps_of_two_numbers_for_none() -> None:
     model_file = SimpleNamespace(build_model=lambda: nn.Linear(2, 2), build_optimizer=Adafactor)
     config = Config(precision="fp64", micro_batch_size=2)
