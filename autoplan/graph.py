@@ -32,6 +32,10 @@ WRITES_BATCH = "write into the batch"  # of `OpGraph.dissolved`: in place, into 
 OWN_GRADIENTS = frozenset({"autograd.Function", "gradient hook"})  # of `OpGraph.dissolved`: the user's own gradients
 N_ADAM_STATES = 2
 WHOLE_OPTIMIZER = "whole-tensor optimizer"  # of `OpGraph.dissolved`: it computes with whole tensors
+# Likewise, of torch's distributed tensors, which parameters are under ZeRO 1 to 3: it fails on them, or updates them
+# otherwise than whole ones.
+FAILS_SHARDED, DIFFERS_SHARDED = "optimizer that fails on shards", "optimizer that differs on shards"
+OPTIMIZER_WORDS = frozenset({WHOLE_OPTIMIZER, FAILS_SHARDED, DIFFERS_SHARDED})
 REPLACED = "functional_call"  # of `OpGraph.dissolved`: modules run with other weights than their own
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32", "fp64": "float64"}
@@ -221,7 +225,7 @@ class OpGraph:
         model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
         loss: the name of the scalar that is minimized.
         dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`,
-            `WRITES_BATCH`, `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `WHOLE_OPTIMIZER`.
+            `WRITES_BATCH`, `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `OPTIMIZER_WORDS`.
         optimizer_failure: `ERROR at FILE:LINE: TEXT` with which a trial of the user's optimizer failed; "" it did not.
         n_optimizer_states: tensors of its size that the optimizer keeps for a parameter.
         waits_at: `FILE:LINE: TEXT` where the user's own forward waits for the device; "" nowhere, as far as known.
@@ -300,7 +304,7 @@ _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CL
 
 @lru_cache(maxsize=4)
 def _content_hash(graph: OpGraph) -> str:
-    dissolved = tuple(word for word in graph.dissolved if word != WHOLE_OPTIMIZER)
+    dissolved = tuple(word for word in graph.dissolved if word not in OPTIMIZER_WORDS)
     model = replace(
         graph, name="", dissolved=dissolved, waits_at="", optimizer_failure="", n_optimizer_states=N_ADAM_STATES
     )

@@ -13,7 +13,7 @@ from torch import nn
 from autoplan import api, cli
 from autoplan.analysis.model_flops import flops_per_sample
 from autoplan.errors import InputError, TraceError, UsageError
-from autoplan.graph import graph_from_json, graph_to_json
+from autoplan.graph import OPTIMIZER_WORDS, graph_from_json, graph_to_json
 from autoplan.live import parallelize
 from autoplan.options import Options
 from autoplan.rules import LocalCall, load_rules
@@ -153,6 +153,12 @@ def test_compiled_modules_are_refused_as_nothing_is_known_of_their_gain():
     plan = api.solve(asked).best.plan
     with pytest.raises(InputError, match=r"mesh\.compile"):
         api.score(asked, replace(plan, mesh=replace(plan.mesh, compile=True)))
+
+
+def test_words_of_the_optimizer_are_no_reason_against_recomputation():
+    asked = problem(fix=(("recompute", "full"),))
+    words = (*asked.graph.dissolved, *OPTIMIZER_WORDS)
+    assert api.solve(replace(asked, graph=replace(asked.graph, dissolved=words))).best.plan.recompute == "full"
 
 
 def problem(*, fix):

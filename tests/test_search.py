@@ -256,6 +256,12 @@ def test_recipes_are_what_they_are_called() -> None:
     assert (meshes["hand rule"].tp, meshes["hand rule"].pp, meshes["hand rule"].dp) == (2, 1, 2)
 
 
+def test_recipes_divide_nothing_where_no_plan_may() -> None:
+    result = run(with_space(loose_toy(), zero_stages=(0,)))
+    assert {item.baseline for item in result.baselines} == {"DDP", "hand rule"}
+    assert all(item.plan.mesh.zero_stage == 0 and item.plan.mesh.zero_shard_degree == 1 for item in result.baselines)
+
+
 @pytest.mark.parametrize(("tp", "has_one"), [("2", True), ("1", False)])  # of hosts with two devices
 def test_the_hand_rule_is_left_out_where_the_layouts_of_another_degree_are_fixed(tp: str, has_one: bool) -> None:
     toy = loose_toy()

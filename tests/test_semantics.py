@@ -19,7 +19,7 @@ from autoplan.checks.options import check_options
 from autoplan.checks.product_dtypes import check_product_dtypes
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.errors import InputError, TraceError, UsageError
-from autoplan.graph import WHOLE_OPTIMIZER, OpGraph
+from autoplan.graph import DIFFERS_SHARDED, WHOLE_OPTIMIZER, OpGraph
 from autoplan.hardware import load_hardware_profile
 from autoplan.html_report import plan_page
 from autoplan.options import Options
@@ -583,6 +583,10 @@ def test_an_optimizer_of_whole_tensors_is_stated_where_a_plan_gives_it_parts():
     assert "--fix tp=1 keeps them whole" in only_note(whole, Mesh(tp=2, micro_batch_size=2))
     assert "--fix zero=0 keeps them whole" in only_note(whole, replace(DATA_PARALLEL, zero_stage=1))
     assert notes_of(whole, DATA_PARALLEL) == notes_of(whole, PIPELINE) == ()
+    differs = replace(graph, dissolved=(DIFFERS_SHARDED,))
+    assert "otherwise than whole ones" in only_note(differs, replace(DATA_PARALLEL, zero_stage=1))
+    assert notes_of(differs, DATA_PARALLEL) == ()
+    assert differs.content_hash() == graph.content_hash()
     assert whole.content_hash() == graph.content_hash()  # plans of the same model fit both
 
 

@@ -12,7 +12,7 @@ from autoplan.analysis.across_samples import mixing_op, nonlinear_op, sum_op
 from autoplan.analysis.random_numbers import drop_probability, is_random
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
-from autoplan.graph import LOSS_PATH, WHOLE_OPTIMIZER, Op, OpGraph, PerSample, Ref
+from autoplan.graph import DIFFERS_SHARDED, LOSS_PATH, WHOLE_OPTIMIZER, Op, OpGraph, PerSample, Ref
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Plan
 
@@ -224,18 +224,22 @@ def _untried_optimizer(graph: OpGraph, plan: Plan) -> str:
 
 def _whole_optimizer(graph: OpGraph, plan: Plan) -> str:
     mesh = plan.mesh
-    if WHOLE_OPTIMIZER not in graph.dissolved:
-        return ""
     looks = "The optimizer of build_optimizer computes with whole tensors (norms, products)"
-    if mesh.tp > 1:
+    if WHOLE_OPTIMIZER in graph.dissolved and mesh.tp > 1:
         return (
             f"{looks}, of which it has a part on each tensor-parallel rank, so this trains something else than one"
             " process does; --fix tp=1 keeps them whole."
         )
-    if mesh.zero_stage and mesh.dp > 1:
+    if mesh.zero_stage and DIFFERS_SHARDED in graph.dissolved:
         return (
-            f"{looks}, of which ZeRO keeps a part on each rank: unless it computes with torch's distributed tensors"
-            " alone, this trains something else than one process does, as verify tells; --fix zero=0 keeps them whole."
+            "The optimizer of build_optimizer updates torch's distributed tensors, which ZeRO gives it, otherwise than"
+            " whole ones, so this trains something else than one process does; --fix zero=0 keeps them whole."
+        )
+    if mesh.zero_stage and WHOLE_OPTIMIZER in graph.dissolved:
+        return (
+            f"{looks}, of which ZeRO keeps a part on each rank: what it rounds on the way to a result of all parts, as"
+            " Muon does to bf16, comes out otherwise than in one process, as verify tells; --fix zero=0 keeps them"
+            " whole."
         )
     return ""
 

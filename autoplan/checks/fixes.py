@@ -8,7 +8,7 @@ from autoplan.analysis.chunked_loss import why_whole
 from autoplan.analysis.semantics import OWN_GRADIENTS_FIX, check_batch_norm, check_loss_average, own_gradients
 from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.errors import UsageError
-from autoplan.graph import WRITES_BATCH, OpGraph
+from autoplan.graph import FAILS_SHARDED, OPTIMIZER_WORDS, WRITES_BATCH, OpGraph
 from autoplan.options import Options
 
 
@@ -22,6 +22,7 @@ def check_fixed(graph: OpGraph, options: Options) -> None:
     check_batch_norm(graph, fix.get("batch_norm"))
     _check_own_gradients(graph, fix)
     _check_replaced_weights(graph, fix)
+    _check_sharded_update(graph, fix)
     _check_compile(graph, fix.get("compile"))
     _check_recompute(graph, fix.get("recompute"))
     _check_loss(graph, fix.get("loss"))
@@ -48,6 +49,19 @@ def _check_replaced_weights(graph: OpGraph, fix: Mapping[str, str]) -> None:
             found="torch.func.functional_call in forward, whose weights ZeRO 3 and recomputation would replace",
             expected="generated code, which has them as values",
             fix="leave generated out, or use --module-level, which recomputes nothing of such a model",
+        )
+
+
+def _check_sharded_update(graph: OpGraph, fix: Mapping[str, str]) -> None:
+    """Refuse ZeRO where the optimizer would fail in its first step."""
+    asked = [f"{name}={fix[name]}" for name, none in (("zero", "0"), ("shard", "1")) if fix.get(name, none) != none]
+    if asked and FAILS_SHARDED in graph.dissolved:
+        raise UsageError.of(
+            f"--fix {','.join(asked)}",
+            found="an optimizer of build_optimizer that fails on the distributed tensors that ZeRO 1 to 3 give it, or"
+            " takes numbers of them (.item()) that differ between ranks",
+            expected="zero=0, where it gets whole tensors",
+            fix=f"leave {' and '.join(asked)} out, or use another optimizer (AdamW has all it needs)",
         )
 
 
@@ -81,7 +95,11 @@ def _refuse(option: str, why: str, *, expected: str, fix: str) -> None:
 
 def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
     """Refuse to fix what a model without blocks cannot do."""
-    if recompute in ("full", "selective") and graph.is_module_level and set(graph.dissolved) - {WRITES_BATCH}:
+    if (
+        recompute in ("full", "selective")
+        and graph.is_module_level
+        and set(graph.dissolved) - {WRITES_BATCH, *OPTIMIZER_WORDS}
+    ):
         raise UsageError.of(
             f"--fix recompute={recompute}",
             found="a forward that freezes parameters or calls modules by torch.func.functional_call",

@@ -17,7 +17,7 @@ from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
 from autoplan.errors import InputError, PlanMismatchError, UsageError
-from autoplan.graph import GraphFacts, Op, OpGraph, Segment
+from autoplan.graph import FAILS_SHARDED, GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
@@ -92,6 +92,9 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
         _refuse("mesh", plan.mesh, f"tp 1, pp 1 and generated false, since the model has {own_gradients(graph)}")
     if graph.replaces_weights and not graph.is_module_level and not plan.mesh.needs_generated_model:
         _refuse("mesh.generated", False, "true, since the model calls modules by torch.func.functional_call")
+    if plan.mesh.zero_stage and FAILS_SHARDED in graph.dissolved:
+        expected = "0, since the optimizer of build_optimizer fails on torch's distributed tensors"
+        _refuse("mesh.zero_stage", plan.mesh.zero_stage, expected)
     _check_stages(plan.stages, plan.mesh, graph)
     _check_kept_attention(plan, graph, hardware)
     _check_split_backward(plan)

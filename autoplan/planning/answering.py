@@ -38,7 +38,7 @@ def answer_of(problem: Problem, result: SearchResult) -> Answer:
         return Answer(_workload(problem, compiles=False), result, request=request)
     graph, plan = problem.graph, result.best.plan
     is_searched = result.status != "given"
-    workload = _workload(problem, compiles=plan.mesh.compile, mesh=plan.mesh if is_searched else None)
+    workload = _workload(problem, compiles=plan.mesh.compile, mesh=plan.mesh, is_searched=is_searched)
     return Answer(
         workload,
         result,
@@ -63,23 +63,23 @@ def _request(problem: Problem) -> Request:
     return Request(problem.model, settings, problem.hw, n_hosts, problem.options)
 
 
-def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None) -> Workload:
+def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None, is_searched: bool = True) -> Workload:
     from autoplan.analysis.model_flops import flops_per_sample, ops_without_rule
-    from autoplan.planning.untried import untried
+    from autoplan.planning.untried import undivided, untried
     from autoplan.rules import load_rules
 
     graph, hardware = problem.graph, problem.hardware
     peaks = _peaks_flops_per_s(problem)
+    fix = dict(problem.options.fix)
     limits: tuple[str, ...] = MODULE_LEVEL_LIMITS
     if not graph.is_module_level:
-        fix = dict(problem.options.fix)
         limits = untried(
             graph,
             problem.measured,
             rules=load_rules(problem.options.rules),
             compiles=compiles,
             looks_for_layouts="tp" not in fix,
-            mesh=mesh,
+            mesh=mesh if is_searched else None,
             fixes_micro_batch="micro_batch" in fix,
         )
     return Workload(
@@ -99,7 +99,13 @@ def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None) -> 
         values=_values(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
-        limits=(*unusual_of(hardware), *_unused_network(hardware), *_unshared_batch(problem), *limits),
+        limits=(
+            *unusual_of(hardware),
+            *_unused_network(hardware),
+            *_unshared_batch(problem),
+            *(undivided(graph, fix=fix) if is_searched and hardware.n_devices > 1 else ()),
+            *limits,
+        ),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(hardware.groups, peaks, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autoplan.analysis.chunked_loss import why_whole
 from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.boundaries import legal_cuts, why_uncut
-from autoplan.graph import OpGraph, is_convolution
+from autoplan.graph import DIFFERS_SHARDED, FAILS_SHARDED, WHOLE_OPTIMIZER, OpGraph, is_convolution
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh
 from autoplan.rules import OpRule, forward_flops, operand_names
@@ -49,6 +49,28 @@ def untried(
     return tuple(sentence for sentence in found if sentence)
 
 
+def undivided(graph: OpGraph, *, fix: Mapping[str, str]) -> tuple[str, ...]:
+    """Why parameters are not divided, by ZeRO or tensor parallelism, where the optimizer needs them whole."""
+    optimizer, found = "the optimizer of build_optimizer", []
+    fixes_zero = "zero" in fix or "shard" in fix
+    if FAILS_SHARDED in graph.dissolved and not fixes_zero:
+        found.append(
+            f"ZeRO 1 to 3 were left out, as {optimizer} fails on the distributed tensors that these give it, or takes"
+            " numbers of them (.item()) that differ between ranks; it gets whole tensors."
+        )
+    if DIFFERS_SHARDED in graph.dissolved and not fixes_zero:
+        found.append(
+            f"ZeRO 1 to 3 were left out, as {optimizer} updates the distributed tensors that these give it otherwise"
+            " than whole ones; --fix zero=1, 2 or 3 plans so all the same."
+        )
+    if WHOLE_OPTIMIZER in graph.dissolved and not graph.is_module_level and "tp" not in fix:
+        found.append(
+            f"Tensor parallelism was left out, as {optimizer} computes with whole tensors (norms, products), of which"
+            " ranks would have parts; --fix tp=2 plans so all the same."
+        )
+    return tuple(found)
+
+
 def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapping[str, OpRule]) -> str:
     """Where most arithmetic is convolutions, and contiguous images alone were measured."""
     if measured is None or any(way.memory_format != Execution().memory_format for way in measured.executions):
@@ -71,7 +93,8 @@ def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapp
 
 def _unsplit(graph: OpGraph, rules: Mapping[str, OpRule]) -> str:
     """Where a block has too many operators."""
-    n_ops = 0 if graph.has_own_gradients else too_many_layouts(graph, rules)
+    is_left_out = graph.has_own_gradients or WHOLE_OPTIMIZER in graph.dissolved
+    n_ops = 0 if is_left_out else too_many_layouts(graph, rules)
     if not n_ops:
         return ""
     return (

@@ -76,7 +76,7 @@ class PlainTraining:
 
     def step(self, batch: Batch, *, dp_rank: int = 0) -> float:
         """One optimizer step on a global batch; its mean loss. Buffers become those of one data-parallel rank."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # of all parameters; the optimizer may have some of them
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         is_joint = self._config.batch_norm == "synchronized" and self._has_batch_norm()
         self._count_targets(batch)

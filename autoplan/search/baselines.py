@@ -2,8 +2,8 @@
 
     DDP         dp = all devices, nothing sharded
     FSDP        dp = all devices, zero_stage 3, with or without recomputation
-    hand rule   tp = the most within a host at which a split pays, pp = as little as fits, dp = the rest, zero_stage 1,
-                1f1b, equal stages
+    hand rule   tp = the most within a host at which a split pays, pp = as little as fits, dp = the rest, zero_stage 1
+                where the space has it, 1f1b, equal stages
 
 Each recipe takes the micro-batch (and recomputation, except DDP) with which it is fastest among those that fit, and its
 modules run in all the ways that those of the plans may (`SearchSpace.executions`, `cuda_graph`): what torch.compile and
@@ -67,7 +67,7 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
 
     Shards are over all ranks.
     """
-    if space.global_batch % dp != 0 or (dp == 1 and zero_stage > 0):
+    if space.global_batch % dp != 0 or (dp == 1 and zero_stage > 0) or zero_stage not in space.zero_stages:
         return
     graphs = space.graphs_of(tp=1, is_own=True)
     for size, way, is_captured in product(micro_batch_sizes(space, options, dp=dp), space.executions, graphs):
@@ -94,6 +94,7 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
     tp = max(tp for tp in legal_tensor_degrees(space, options) if space.n_devices % tp == 0 and tp not in beyond)
     for pp in divisors(space.n_devices // tp):
         dp = space.n_devices // tp // pp
+        shards = dp > 1 and 1 in space.zero_stages
         if pp > space.n_pieces or space.global_batch % dp != 0:
             continue
         yield [
@@ -101,8 +102,8 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
                 pp=pp,
                 dp=dp,
                 tp=tp,
-                zero_stage=1 if dp > 1 else 0,
-                zero_shard_degree=dp,
+                zero_stage=1 if shards else 0,
+                zero_shard_degree=dp if shards else 1,
                 micro_batch_size=size,
                 n_micro_batches=space.global_batch // dp // size,
                 sharding=keys[tp][0],

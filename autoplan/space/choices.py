@@ -11,7 +11,7 @@ from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.grad_compression import Compression
 from autoplan.errors import UsageError
-from autoplan.graph import OpGraph
+from autoplan.graph import DIFFERS_SHARDED, FAILS_SHARDED, OpGraph
 from autoplan.hardware import Device
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.options import (
@@ -23,7 +23,7 @@ from autoplan.options import (
     PLAIN_SCHEDULE,
     Options,
 )
-from autoplan.parallel_plan import Execution
+from autoplan.parallel_plan import ZERO_STAGES, Execution
 from autoplan.schedules import splits_backward
 from autoplan.search.meshes import Captures, fixed, fixed_int
 
@@ -44,6 +44,17 @@ def compression_choice(options: Options) -> Compression:
     name = fixed(options, "grad_compression") or GRAD_COMPRESSIONS[0]
     rank = fixed_int(options, "powersgd_rank") or DEFAULT_POWERSGD_RANK
     return Compression(name, rank if name == "powersgd" else None)
+
+
+def zero_stages(graph: OpGraph, options: Options) -> tuple[int, ...]:
+    """ZeRO stages that plans may have.
+
+    None divides parameters where the optimizer fails on distributed tensors, nor, unless ZeRO is fixed, where it
+    updates them otherwise than whole ones.
+    """
+    is_asked = fixed(options, "zero") is not None or fixed(options, "shard") is not None
+    is_left_out = FAILS_SHARDED in graph.dissolved or (DIFFERS_SHARDED in graph.dissolved and not is_asked)
+    return ZERO_STAGES[:1] if is_left_out else ZERO_STAGES
 
 
 def default_batch_norm(graph: OpGraph) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
 from autoplan.cost.works import Shardings
 from autoplan.errors import UsageError
-from autoplan.graph import GraphFacts, OpGraph
+from autoplan.graph import WHOLE_OPTIMIZER, GraphFacts, OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, SegmentSharding
@@ -38,10 +38,14 @@ MANY_OPS = 300  # of a block that may have so many; fewer are not counted
 def shardings_by_size(
     graph: OpGraph, hardware: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
 ) -> dict[int, Shardings]:
-    """Tensor-parallel assignments per micro-batch size that they are solved for; all have the same keys."""
+    """Tensor-parallel assignments per micro-batch size that they are solved for; all have the same keys.
+
+    Where no degree is fixed there are none for an optimizer of whole tensors, which would train something else, nor
+    where they take minutes.
+    """
     if graph.is_module_level or graph.has_own_gradients:
         return {1: {}}
-    if fixed_int(options, "tp") is None and too_many_layouts(graph, rules):
+    if fixed_int(options, "tp") is None and (WHOLE_OPTIMIZER in graph.dissolved or too_many_layouts(graph, rules)):
         return {1: {}}
     wanted = fixed_int(options, "micro_batch")
     sizes = LAYOUT_SIZES if wanted is None else (wanted,)

@@ -33,6 +33,7 @@ from autoplan.space.choices import (
     compression_choice,
     executions,
     loss_choice,
+    zero_stages,
 )
 from autoplan.space.current_code import with_current_code
 from autoplan.space.layouts import of_size, shardings_by_size
@@ -79,6 +80,7 @@ def priced_space(
         kinds=tuple(segment.kind for segment in graph.segments),
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
+        zero_stages=zero_stages(graph, options),
         executions=executions(graph, options, measured, device=hardware.device),
         generated=codes(graph, options, measured, captures=captures, device=hardware.device),
         wraps_head=bool(head_group(graph)),

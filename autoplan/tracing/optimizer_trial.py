@@ -1,33 +1,40 @@
-"""What the user's optimizer keeps, and whether it computes with whole tensors: then it does something else with parts.
+"""What the user's optimizer keeps, and what it does with parts of parameters, which ranks have where they are divided.
 
 AdamW or SGD treats each element by itself. LARS, Adafactor and Muon take norms or products of a matrix, and those of a
-shard are others. What `build_optimizer` returns is tried on a matrix and a bias: whole, and each half by itself.
-One that fails on them may work on the model's own parameters, so that is told and no error.
+shard are others. What `build_optimizer` returns is tried on a matrix and a bias: whole; each half by itself, which is
+what tensor parallelism gives it; and as torch's distributed tensors of two ranks, which is what ZeRO does. Of these the
+norm is that of the whole, so that LARS is right, but some operations do not exist, and Adafactor fails.
+One that fails on whole ones may work on the model's own parameters, so that is told and no error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoplan.graph import N_ADAM_STATES, WHOLE_OPTIMIZER, OpGraph
+from autoplan.graph import DIFFERS_SHARDED, FAILS_SHARDED, N_ADAM_STATES, WHOLE_OPTIMIZER, OpGraph
 from autoplan.user_errors import USERS_ERRORS, users_place, what_failed
 
-WIDTH, N_STEPS = 8, 2
+WIDTH, N_STEPS, N_RANKS = 8, 2, 2
+ROUNDING = torch.finfo(torch.bfloat16).eps  # of an update: Muon multiplies in bf16
 
 
 def with_optimizer(graph: OpGraph, build_optimizer: Callable[[Any], Any]) -> OpGraph:
     """The graph, with what was found of the user's optimizer, or how it failed."""
     try:
         is_whole = computes_with_whole_tensors(build_optimizer)
+        n_states = n_states_of(build_optimizer)
     except USERS_ERRORS as error:
         return replace(graph, optimizer_failure=what_failed(error) + users_place(error))
-    graph = replace(graph, n_optimizer_states=n_states_of(build_optimizer))
-    return replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER)) if is_whole else graph
+    words = (WHOLE_OPTIMIZER if is_whole else "", trouble_with_shards(build_optimizer))
+    return replace(graph, n_optimizer_states=n_states, dissolved=(*graph.dissolved, *filter(None, words)))
 
 
 def computes_with_whole_tensors(build_optimizer: Callable[[Any], Any]) -> bool:
@@ -47,6 +54,51 @@ def computes_with_whole_tensors(build_optimizer: Callable[[Any], Any]) -> bool:
             strict=True,
         )
     )
+
+
+def trouble_with_shards(build_optimizer: Callable[[Any], Any]) -> str:
+    """`FAILS_SHARDED`, `DIFFERS_SHARDED` or "": how distributed tensors are updated, of which ranks hold rows.
+
+    They may differ from whole ones by `ROUNDING`. Where torch cannot simulate ranks, as in a process that already has
+    a process group, SGD fails too, and nothing is known.
+    """
+    try:
+        return "" if _updates_shards_as_whole(build_optimizer) else DIFFERS_SHARDED
+    except USERS_ERRORS:
+        pass
+    try:
+        return FAILS_SHARDED if _updates_shards_as_whole(torch.optim.SGD) else ""
+    except USERS_ERRORS:
+        return ""
+
+
+def _updates_shards_as_whole(build_optimizer: Callable[[Any], Any]) -> bool:
+    """Raises: what the user's optimizer does, or torch, and AssertionError where ranks come to different numbers."""
+    from torch.distributed.tensor import Shard, distribute_tensor  # half a second, for models with an optimizer only
+
+    values, *gradients = _numbers()
+    whole = _trained(build_optimizer, values, gradients)
+    with _simulated_ranks() as mesh:
+        by_rows = [[distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in own] for own in (values, *gradients)]
+        gathered = [sharded.full_tensor() for sharded in _trained(build_optimizer, by_rows[0], by_rows[1:])]
+        return all(
+            torch.allclose(found, expected, rtol=0.0, atol=ROUNDING * float((expected - value).abs().max()))
+            for found, expected, value in zip(gathered, whole, values, strict=True)
+        )
+
+
+@contextmanager
+def _simulated_ranks() -> Iterator[DeviceMesh]:
+    """A mesh of ranks whose tensors are all in this process, which has a process group as long as this lasts."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_RANKS)
+    try:
+        with LocalTensorMode(N_RANKS):
+            yield init_device_mesh("cpu", (N_RANKS,))
+    finally:
+        dist.destroy_process_group()
 
 
 def n_states_of(build_optimizer: Callable[[Any], Any]) -> int:
@@ -84,7 +136,7 @@ def _half(tensors: Sequence[Tensor], dim: int, half: int) -> tuple[Tensor, ...]:
 
 def _trained(
     build_optimizer: Callable[[Any], Any], values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
+) -> list[Any]:
     return [parameter.detach() for parameter in _stepped(build_optimizer, values, gradients)[0]]
 
 

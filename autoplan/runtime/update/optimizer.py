@@ -19,7 +19,11 @@ _TAKES = (
     " groups apart by the parameters themselves, such as p.ndim > 1 for those with weight decay"
 )
 # What torch says of an operation that its distributed tensors have not, or not in place.
-_OF_DISTRIBUTED_TENSORS = ("Sharding propagation failed", "in-place operations that require placement changes")
+_OF_DISTRIBUTED_TENSORS = (
+    "Sharding propagation failed",
+    "in-place operations that require placement changes",
+    "does not have a sharding strategy",
+)
 
 
 class OptimizerError(Refusal):
