@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed.launch import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.runtime.tensor_parallel import collectives, vocabulary
 
@@ -266,6 +267,31 @@ def _worker(degrees):
 def test_every_conversion_moves_values_and_gradients_as_its_name_says_on_several_ranks(degrees):
     n_ranks = max(degrees)
     assert run_ranks(_worker, n_ranks, degrees) == [True] * n_ranks
+
+
+class _Made(TorchDispatchMode):
+    """The dtypes of the tensors of a size that are made inside it, in order."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.dtypes = size, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        given = [x.data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        if isinstance(found, torch.Tensor) and found.numel() == self.size and found.data_ptr() not in given:
+            self.dtypes.append(found.dtype)
+        return found
+
+
+def test_a_split_loss_of_16_bit_logits_makes_one_wide_tensor_of_their_size_at_a_time():
+    logits = torch.randn(6, 40).bfloat16().requires_grad_()
+    with _Made(240) as forward:
+        loss = vocabulary.vocab_parallel_cross_entropy(logits, torch.arange(6), None)
+    with _Made(240) as backward:
+        loss.backward()
+    assert forward.dtypes == [torch.float32]
+    assert backward.dtypes == [torch.float32, torch.bfloat16]
 
 
 def test_conversions_without_a_group_are_the_identity():

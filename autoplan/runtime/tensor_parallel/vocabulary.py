@@ -47,7 +47,8 @@ def vocab_parallel_cross_entropy(
 
     s is `label_smoothing`, V the whole vocabulary. `logits_shard: [..., V / tp]`, `targets: [...]`. `n_classes` is V
     when it does not divide: the logits after it are padding, take no part, and get a gradient of zero. Computed in
-    float32 (float64 for float64 logits). Saves the logits themselves and one number per row for backward.
+    float32 (float64 for float64 logits). Saves the logits themselves and one number per row for backward, and holds
+    one tensor of their size in float32 at a time.
     """
     if has_torch_function_unary(logits_shard):
         found: torch.Tensor = handle_torch_function(
@@ -95,16 +96,17 @@ class _CrossEntropy(torch.autograd.Function):
         n_real_columns = min(max(vocabulary - first_column, 0), n_columns)
         is_here = (targets >= first_column) & (targets < first_column + n_columns)
         columns = (targets - first_column).masked_fill(~is_here, 0)
-        precise = logits.to(_accumulation_dtype(logits.dtype))
-        real = precise.narrow(-1, 0, n_real_columns)
+        dtype, real = _accumulation_dtype(logits.dtype), logits.narrow(-1, 0, n_real_columns)
 
-        local_lse = torch.logsumexp(real, dim=-1)
-        picked = precise.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
-        highest = local_lse.clone()
+        highest = real.amax(dim=-1) if n_real_columns else logits.new_full(targets.shape, -torch.inf)
+        highest = highest.to(dtype)
         _reduce_in_place(highest, tp, dist.ReduceOp.MAX)
-        terms = [torch.exp(local_lse - highest), picked]
+        # Of 16-bit logits and a number per row in float32, which no pass widens first; so in backward.
+        exponentials = torch.sub(real, highest.unsqueeze(-1)).exp_()
+        picked = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1).to(dtype).masked_fill(~is_here, 0.0)
+        terms = [exponentials.sum(dim=-1), picked]
         if label_smoothing > 0.0:
-            terms.append(real.sum(dim=-1))
+            terms.append(real.sum(dim=-1, dtype=dtype))
         sums = torch.stack(terms)
         _reduce_in_place(sums, tp, dist.ReduceOp.SUM)
 
@@ -120,12 +122,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, lse, columns, is_here, is_ignored = ctx.saved_tensors
-        probabilities = torch.exp(logits.to(lse.dtype) - lse.unsqueeze(-1))
+        probabilities = torch.sub(logits, lse.unsqueeze(-1)).exp_()
         picked = is_here.to(lse.dtype).mul(ctx.label_smoothing - 1.0).unsqueeze(-1)
-        probabilities = probabilities.scatter_add(-1, columns.unsqueeze(-1), picked)
+        probabilities.scatter_add_(-1, columns.unsqueeze(-1), picked)
         if ctx.label_smoothing > 0.0:
-            probabilities = probabilities - ctx.label_smoothing / ctx.vocabulary
-        logits_gradient = probabilities * gradient.masked_fill(is_ignored, 0.0).unsqueeze(-1)
+            probabilities -= ctx.label_smoothing / ctx.vocabulary
+        # What torch.compile makes of it narrows the product in the same pass, but not into `out` of another dtype.
+        out = None if torch.compiler.is_compiling() else torch.empty_like(logits)
+        logits_gradient = torch.mul(probabilities, gradient.masked_fill(is_ignored, 0.0).unsqueeze(-1), out=out)
         logits_gradient[..., ctx.n_real_columns :] = 0.0
         return logits_gradient.to(logits.dtype), None, None, None, None, None
 
