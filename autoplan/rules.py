@@ -59,8 +59,7 @@ class LocalCall:
     `memory_format` is the order of images in memory, as in `parallel_plan.Execution`; `attention` that of `Device`;
     `gradients` says which operands have one (all factors of a product, if it is empty), `scattered` of which the
     numbers of a row lie apart in memory, `own` which the segment makes itself (none, if these are empty), `is_compiled`
-    whether torch.compile has the op. `model_precision` is that of the plan, where the op is in a wider one ("": it is
-    not).
+    whether torch.compile has the op.
     """
 
     op: Op
@@ -75,12 +74,6 @@ class LocalCall:
     scattered: tuple[bool, ...] = ()
     own: tuple[bool, ...] = ()
     is_compiled: bool = False
-    model_precision: str = ""
-
-    @property
-    def is_split(self) -> bool:
-        """Whether ranks have parts of an operand."""
-        return self.operands != self.whole_operands
 
     @property
     def is_tf32_of_hopper(self) -> bool:

@@ -68,12 +68,8 @@ def _points(op: Op, operands: Specs, batch_size: int) -> int:
 
 
 def _log_probabilities(call: LocalCall) -> int:
-    """Cross-entropy keeps its log-softmax, as large as the logits in its own precision.
-
-    Split over classes it keeps the logits, and has beside a tensor of that size their gradient in the model's.
-    """
-    precision = (call.is_split and call.model_precision) or call.precision
-    return call.operands[0].n_elements(call.batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[precision]]
+    """Cross-entropy keeps its log-softmax, as large as the logits."""
+    return call.operands[0].n_elements(call.batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[call.precision]]
 
 
 def _of_elements(position: int) -> OpRule:
