@@ -126,9 +126,9 @@ def _weight_bytes(call: LocalCall) -> int:
     return call.operands[1].n_bytes(call.batch_size, call.precision)
 
 
-# Times that padding goes over the gradient of the logits at the rate of a copy: that is copied into zeros, from rows that
-# start at odd bytes. H200, torch 2.11, what product and loss leave of the heads of GPT-2 XL and BERT-large: 8.0 and 8.4,
-# 6.9 where blocks and loss are compiled (benchmarks/results/profile_h200_x2_2026-11-26_own_blocks.jsonl).
+# Times that padding goes over the gradient of the logits at the rate of a copy: it is copied into zeros, from rows that
+# start at odd bytes. H200, torch 2.11, what product and loss leave of the heads of GPT-2 XL and BERT-large: 8.0 and
+# 8.4, 6.9 where blocks and loss are compiled (benchmarks/results/profile_h200_x2_2026-11-26_own_blocks.jsonl).
 _GRADIENT_PASSES = 7.5
 
 
