@@ -20,7 +20,7 @@ hardware profile. Several profiles are A.jsonl+B.jsonl; what both hold is taken 
 `tables` writes them into `results`; a change of a price moves them. Blocks of Hugging Face models are found by the code
 that is generated for them, which differs from version to version: only rows of the one that is installed are printed.
 
-`limited` is of runs with LIMIT_MEMORY=1 (`program_runs.py`): of the rank that came closest to its limit.
+`limited` is of runs with LIMIT_MEMORY (`program_runs.py`): of the rank that came closest to its limit.
 
 `run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
 several programs at once on devices of their own, each in processes forked from one that has imported what they need. It
@@ -409,17 +409,24 @@ def print_intervals(runs: list[Compared]) -> None:
 
 
 def limited(*results: str) -> None:
-    """What torch's allocator was given and what it took, in GiB; a program that did not fit says so."""
+    """What torch's allocator was given and what it took, in GiB; a program that did not fit says so.
+
+    Behind it seconds per step, and how often in one the allocator ran short and gave memory back, where that was told.
+    """
     rows = [row for file in results for row in read(Path(file))]
-    print(f"{'case':36}{'given':>8}{'held':>8}{'share':>7}")
+    print(f"{'case':36}{'given':>8}{'held':>8}{'share':>7}{'step s':>9}{'short':>7}")
     for row in rows:
-        limits, held = row["limit_bytes_per_rank"], row.get("peak_reserved_bytes_per_rank")
+        held = row.get("peak_reserved_bytes_per_rank")
+        limits = row.get("limit_bytes_per_rank", row.get("offered_bytes_per_rank"))
         if held is None:
             is_short = "OutOfMemoryError" in row["error"]
             print(f"{row['case']:36}{max(limits) / 2**30:8.2f}{'does not fit' if is_short else 'failed':>15}")
             continue
         share, limit, taken = max((taken / limit, limit, taken) for taken, limit in zip(held, limits, strict=True))
-        print(f"{row['case']:36}{limit / 2**30:8.2f}{taken / 2**30:8.2f}{share:7.0%}")
+        after = [step.get("n_allocator_retries") for step in row["steps"][N_WARM_UP - 1 :]]
+        short = "" if after[0] is None else f"{(after[-1] - after[0]) / (len(after) - 1):7.1f}"
+        cells = f"{limit / 2**30:8.2f}{taken / 2**30:8.2f}{share:7.0%}{median_step_s(row):9.4f}{short}"
+        print(f"{row['case']:36}{cells}")
     n_ended = sum(row["exit_code"] == 0 for row in rows)
     print(f"{n_ended} of {len(rows)} came to their end")
 
