@@ -28,6 +28,10 @@ from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
+# Products beside a receive of 4 thread blocks that waits: 1.726 ms in place of 1.621 (2 H200, 2026-11-22,
+# benchmarks/results/sends_h200_x2_2026-11-22.jsonl). Ranks that receive ahead nearly always have one; taken for all
+# that they compute, on all GPUs.
+BESIDE_RECEIVES = 1.065
 
 
 class Share(NamedTuple):
@@ -95,6 +99,17 @@ def make_works_pricer(
         return tuple(as_measured.corrected(work, kind=kind, **key.share._asdict()) for kind, work in found.items())
 
     return works
+
+
+def make_running_works(works: Callable[[WorkKey], Works]) -> Callable[[WorkKey, bool, bool], tuple[SegmentWork, ...]]:
+    """(key, whether passes are a CUDA graph, whether receives wait beside them) -> the work of each kind as it runs."""
+
+    @cache
+    def running(key: WorkKey, is_captured: bool, is_slowed: bool) -> tuple[SegmentWork, ...]:
+        found = tuple(work.captured() if is_captured else work for work, _ in works(key))
+        return tuple(work.slowed(BESIDE_RECEIVES, BESIDE_RECEIVES) for work in found) if is_slowed else found
+
+    return running
 
 
 def _eager_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings) -> _WorkPricer:
