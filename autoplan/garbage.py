@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NEW_OBJECTS_PER_COLLECTION = 20_000
+NEW_OBJECTS_PER_COLLECTION = 100_000
 
 
 @contextmanager

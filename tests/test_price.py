@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from distributed.programs import graph_of, shardings_of
 
+from autoplan.cost import rank_segments
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.local_segment import local_op, piece_values, strided_values
 from autoplan.cost.op_time import host_s, op_time, peak_flops_per_s
@@ -33,6 +34,16 @@ PROFILE = load_hardware_profile("dgx_a100_x8", n_hosts=2)
 TOY = Device("toy", (("fp32", 1e15),), 10**9, 1e9, 1.0, 1.0, 0.0, 0.0, 0.0, NO_SHARDING)
 FP32 = "float32"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def counting(method, n_calls, name):
+    """The method, which counts its calls under this name."""
+
+    def counted(*given):
+        n_calls[name] += 1
+        return method(*given)
+
+    return counted
 
 
 def pricer_of(model, degrees=(2, 4), precision="bf16"):
@@ -428,6 +439,18 @@ def test_clusters_share_what_a_rank_computes_exactly_where_its_device_and_links_
     assert over_hosts[0] is not over_hosts[1]
 
 
+def test_clusters_of_other_hosts_work_out_no_compiled_pass_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_calls: Counter[str] = Counter()
+    monkeypatch.setattr(rank_segments, "compiled_passes", counting(rank_segments.compiled_passes, n_calls, "passes"))
+    costs = []
+    for n_hosts in (1, 4):
+        hardware = load_hardware_profile("dgx_a100_x8", n_hosts=n_hosts)
+        price = make_pricer(graph_of("llama"), hardware=hardware, precision="fp16", shardings={}, rules=RULES)
+        costs.append(price(Mesh(dp=8, micro_batch_size=3, compile=True)).costs)
+        assert n_calls == {"passes": 2}  # of blocks and of the loss
+    assert costs[0] == costs[1]
+
+
 def test_tf32_takes_the_memory_of_float32_at_its_own_peak():
     (fp32, meshes), (tf32, _) = (pricer_of("gpt", precision=precision) for precision in ("fp32", "tf32"))
     saved = [[cost.saved_bytes for cost, *_ in price(meshes[0]).costs] for price in (fp32, tf32)]
@@ -478,16 +501,6 @@ def test_with_another_margin_of_memory_nothing_is_priced_again() -> None:
         assert (table.memory_margin, again.memory_margin) == (0.0, 0.25)
         assert again == replace(table, memory_margin=0.25)
         assert again.costs is table.costs
-
-
-def counting(method, n_calls, name):
-    """The method, which counts its calls under this name."""
-
-    def counted(*given):
-        n_calls[name] += 1
-        return method(*given)
-
-    return counted
 
 
 def test_work_in_a_graph_and_beside_receives_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
