@@ -17,7 +17,7 @@ Where things are, along the data flow:
     show        report: text     html_report: pages     cli: the command line     doctor: this machine
 
 Below them errors, units, files, registry (tables of extension files), json_values, plain_text (tables, counted
-nouns), plan_words (a plan in words), user_cache, user_errors and processes.
+nouns), plan_words (a plan in words), user_cache, user_errors, processes and garbage.
 
 Names load on first use: importing autoplan imports neither torch nor the solver.
 """

@@ -152,16 +152,14 @@ def _best_plan(graph: OpGraph, hardware: HardwareProfile, options: Options, n_pr
     global_batch = options.global_batch or default_global_batch(n_processes)
     measured = measurements_of(options, graph, hardware, model=graph.name)
 
+    offered = priced_space(
+        graph, hardware, options, global_batch=global_batch, n_devices=n_processes, measured=measured
+    )
+
     def under(options: Options, planless_share: float) -> SearchResult:
-        offered = priced_space(
-            graph, hardware, options, global_batch=global_batch, n_devices=n_processes, measured=measured
-        )
+        own = offered.with_confidence(options.memory_confidence)
         return search(
-            offered.space,
-            price=offered.price,
-            options=options,
-            make_plan=offered.make_plan,
-            planless_share=planless_share,
+            own.space, price=own.price, options=options, make_plan=own.make_plan, planless_share=planless_share
         )
 
     result = search_confidently(under, options)

@@ -51,7 +51,7 @@ def measure(
     file: str, overrides: dict[str, object], hosts: int | list[int], global_batch: int, time_limit_s: float
 ) -> None:
     """Plan once in this process, as the command does, and print a JSON line; `hosts` of several kinds are a cluster."""
-    from autoplan.cli import NEW_OBJECTS_PER_COLLECTION
+    from autoplan.garbage import NEW_OBJECTS_PER_COLLECTION
 
     gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
     from autoplan.api import trace_model

@@ -29,6 +29,7 @@ from autoplan.report.explain import why_not_report
 from autoplan.report.plan import plan_report, status_text
 from autoplan.search import search
 from autoplan.search.mixed.search import search_mixed
+from autoplan.search.outlook import seems_hopeless
 from autoplan.search.result import SearchResult
 from autoplan.units import GiB
 from autoplan.what_if.points import solve_point
@@ -121,6 +122,59 @@ def test_a_search_that_knows_no_plan_gives_way_after_half_of_its_time_and_the_wh
     assert asked[-1] == (AS_COMPUTED, 1.0, 1.0)
     interrupted = replace(nothing, stopped_by="interrupted")
     assert search_confidently(lambda *_: interrupted, Options()) == interrupted
+
+
+def test_where_it_seems_hopeless_the_whole_device_is_tried_first_and_only_a_plan_on_it_leads_to_a_second_search() -> (
+    None
+):
+    asked: list[tuple[float, float | None]] = []
+    nothing = SearchResult("infeasible", None, (), (), (), None, 3, 4.0)
+    plan = replace(nothing, status="optimal", best=make_candidate(), search_s=1.0)
+
+    def under(found: SearchResult, sure: SearchResult) -> SearchResult:
+        def one(options: Options, planless_share: float) -> SearchResult:
+            asked.append((options.memory_confidence, options.time_limit_s))
+            return replace(sure if options.memory_confidence > AS_COMPUTED else found)
+
+        return search_confidently(one, Options(time_limit_s=10.0), seems_hopeless=lambda: True)
+
+    assert under(nothing, plan) == nothing
+    assert asked == [(AS_COMPUTED, 10.0)]
+    assert under(plan, plan) == replace(plan, search_s=2.0)
+    assert asked[1:] == [(AS_COMPUTED, 10.0), (0.95, 9.0)]
+    unmet = replace(plan, search_s=5.0, unmet_confidence=0.95, unmet_status="infeasible")
+    assert under(plan, nothing) == unmet
+    assert len(asked) == 5
+    interrupted = replace(plan, stopped_by="interrupted")
+    assert under(interrupted, nothing) == replace(interrupted, unmet_confidence=0.95, unmet_status="unknown")
+
+
+def test_a_space_seems_hopeless_only_where_no_plan_is_by_any_arithmetic() -> None:
+    for seed in range(20):
+        toy = random_toy(seed)
+        for limit_bytes in (2**20, 2**40):
+            own = replace(toy, memory_limit_bytes=limit_bytes)
+            assert seems_hopeless(own.space, EXACT, price=own.price) == (limit_bytes == 2**20)
+        fixed = replace(EXACT, fix=(("dp", "3"),))  # there is no such mesh, which the search says
+        assert not seems_hopeless(toy.space, fixed, price=toy.price)
+
+
+def test_what_fits_on_no_device_is_searched_once(monkeypatch) -> None:
+    from autoplan import search as searches
+
+    asked: list[float] = []
+    whole = searches.search
+
+    def counted(space, *, options, **rest):
+        asked.append(options.memory_confidence)
+        return whole(space, options=options, **rest)
+
+    monkeypatch.setattr(searches, "search", counted)
+    short, tight = (on_device(0.95, memory_bytes=only_bytes() + n, fix=ONE_PLAN) for n in (-(2**28), 2**20))
+    asked.clear()
+    assert api.decide(short).result.status == "infeasible" and asked == [AS_COMPUTED]
+    asked.clear()
+    assert api.decide(tight).best is not None and asked == [0.95, AS_COMPUTED]
 
 
 def test_a_search_without_a_plan_ends_after_its_planless_share() -> None:

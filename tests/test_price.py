@@ -1,6 +1,7 @@
 """The pricer: what meshes share is computed once, and sharing never changes a price."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -8,12 +9,13 @@ from pathlib import Path
 import pytest
 from distributed.programs import graph_of, shardings_of
 
+from autoplan.cost import rank_segments
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.local_segment import local_op, piece_values, strided_values
 from autoplan.cost.op_time import host_s, op_time, peak_flops_per_s
 from autoplan.cost.parameters import element_bytes, optimizer_s
 from autoplan.cost.price import make_pricer
-from autoplan.cost.segment_work import timed
+from autoplan.cost.segment_work import SegmentWork, timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.errors import InputError
 from autoplan.graph import COMPUTE, GraphFacts, Op, Ref, TensorSpec
@@ -32,6 +34,16 @@ PROFILE = load_hardware_profile("dgx_a100_x8", n_hosts=2)
 TOY = Device("toy", (("fp32", 1e15),), 10**9, 1e9, 1.0, 1.0, 0.0, 0.0, 0.0, NO_SHARDING)
 FP32 = "float32"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def counting(method, n_calls, name):
+    """The method, which counts its calls under this name."""
+
+    def counted(*given):
+        n_calls[name] += 1
+        return method(*given)
+
+    return counted
 
 
 def pricer_of(model, degrees=(2, 4), precision="bf16"):
@@ -427,6 +439,18 @@ def test_clusters_share_what_a_rank_computes_exactly_where_its_device_and_links_
     assert over_hosts[0] is not over_hosts[1]
 
 
+def test_clusters_of_other_hosts_work_out_no_compiled_pass_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_calls: Counter[str] = Counter()
+    monkeypatch.setattr(rank_segments, "compiled_passes", counting(rank_segments.compiled_passes, n_calls, "passes"))
+    costs = []
+    for n_hosts in (1, 4):
+        hardware = load_hardware_profile("dgx_a100_x8", n_hosts=n_hosts)
+        price = make_pricer(graph_of("llama"), hardware=hardware, precision="fp16", shardings={}, rules=RULES)
+        costs.append(price(Mesh(dp=8, micro_batch_size=3, compile=True)).costs)
+        assert n_calls == {"passes": 2}  # of blocks and of the loss
+    assert costs[0] == costs[1]
+
+
 def test_tf32_takes_the_memory_of_float32_at_its_own_peak():
     (fp32, meshes), (tf32, _) = (pricer_of("gpt", precision=precision) for precision in ("fp32", "tf32"))
     saved = [[cost.saved_bytes for cost, *_ in price(meshes[0]).costs] for price in (fp32, tf32)]
@@ -467,3 +491,31 @@ def test_shards_overlap_otherwise_than_all_reduces_and_links_drift():
         degree = 2 if zero_stage else 1
         table = price(Mesh(dp=4, zero_stage=zero_stage, zero_shard_degree=degree, n_micro_batches=2))
         assert (table.overlap, table.drift) == (overlap, 0.04)
+
+
+def test_with_another_margin_of_memory_nothing_is_priced_again() -> None:
+    price, meshes = pricer_of("gpt")
+    other = price.with_margin(lambda sources: 0.25)
+    for mesh in meshes[:: len(meshes) // 50]:
+        table, again = price(mesh), other(mesh)
+        assert (table.memory_margin, again.memory_margin) == (0.0, 0.25)
+        assert again == replace(table, memory_margin=0.25)
+        assert again.costs is table.costs
+
+
+def test_work_in_a_graph_and_beside_receives_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_calls: Counter[str] = Counter()
+    for name in ("captured", "slowed"):
+        monkeypatch.setattr(SegmentWork, name, counting(getattr(SegmentWork, name), n_calls, name))
+    price, _ = pricer_of("gpt")
+    meshes = [
+        Mesh(dp=dp, pp=2, zero_stage=stage, zero_shard_degree=dp, n_micro_batches=8, cuda_graph=True, schedule=schedule)
+        for dp, stage, schedule in product((2, 4), (1, 2, 3), ("1f1b", "interleaved"))
+    ]
+    first, *others = meshes
+    price(first)
+    price(replace(first, schedule="interleaved", n_chunks=2))
+    once = dict(n_calls)
+    for mesh in others:
+        price(mesh if mesh.schedule == "1f1b" else replace(mesh, n_chunks=2))
+    assert dict(n_calls) == once and all(once.values())

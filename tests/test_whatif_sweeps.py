@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import autoplan
 from autoplan import api, cli
 from autoplan.checks.options import parse_fix
 from autoplan.errors import InputError, StoppedError
+from autoplan.garbage import NEW_OBJECTS_PER_COLLECTION, few_collections
 from autoplan.hardware.cluster import load_hardware
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
@@ -184,6 +186,22 @@ def test_processes_are_born_with_interrupts_blocked_and_the_parent_is_not() -> N
     ((key, blocked),) = done_in_processes(signal.pthread_sigmask, {"a": (signal.SIG_BLOCK, ())}, n_jobs=2)
     assert key == "a" and signal.SIGINT in blocked
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_processes_and_commands_look_for_garbage_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = gc.get_threshold(), []
+    monkeypatch.setattr(cli.cli, "main", lambda **_: seen.append(gc.get_threshold()))
+    assert cli.run([]) == 0
+    ((_, threshold),) = done_in_processes(gc.get_threshold, {"a": ()}, n_jobs=1)
+    assert seen[0][0] == threshold[0] == NEW_OBJECTS_PER_COLLECTION > 10 * before[0]
+    assert gc.get_threshold() == before  # of a program that runs a command, nothing has changed
+    for n_objects in (0, 10 * NEW_OBJECTS_PER_COLLECTION):
+        gc.set_threshold(n_objects)
+        try:
+            with few_collections():
+                assert gc.get_threshold()[0] == n_objects
+        finally:
+            gc.set_threshold(*before)
 
 
 def test_processes_end_at_once_with_what_they_run_and_what_they_have_not_read() -> None:

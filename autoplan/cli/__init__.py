@@ -23,15 +23,13 @@ import click
 
 from autoplan import __version__
 from autoplan.errors import AutoplanError, UsageError
+from autoplan.garbage import few_collections
 
 from .hardware_commands import doctor_command, hw_group, profile_command
 from .plan_commands import estimate_command, explain_command, plan_command, rule_command, verify_command
 from .purchase_commands import advise_command, recommend_command, whatif_command
 
 INTERRUPTED = 130
-# What a command makes (modules, graphs, models of the solver) lives to its end. By default Python looks through
-# all of it again and again, whenever there are 700 new objects: a fifth of the time of a cold `plan`.
-NEW_OBJECTS_PER_COLLECTION = 20_000
 _DEVICES = "Devices are given by --hw NAME/N, for N of each host, and --hosts."
 _BATCH = "The samples of a step are given by --global-batch; --fix micro_batch=N is what a rank computes at once."
 # option of other programs -> ours that says it, and how
@@ -47,7 +45,6 @@ def main() -> None:
 
     An interrupt during an import reaches us as ImportError, and one inside native code may be lost on the way.
     """
-    gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -64,7 +61,8 @@ def run(arguments: Sequence[str], *, is_interrupted: Callable[[], bool] = lambda
     """Run one command line and return its exit code."""
     show_traceback = "--debug" in arguments
     try:
-        code = cli.main(args=list(arguments), prog_name="autoplan", standalone_mode=False)
+        with few_collections():
+            code = cli.main(args=list(arguments), prog_name="autoplan", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.NoSuchOption as error:
         _with_our_option(error).show()

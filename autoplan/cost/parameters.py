@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autoplan.cost.between import Exchange
 from autoplan.cost.collective_time import Group
@@ -83,6 +84,7 @@ class ElementBytes:
     optimizer: int
 
 
+@cache
 def element_bytes(precision: str, n_optimizer_states: int = N_ADAM_STATES) -> ElementBytes:
     """The row of the table."""
     master = 8 if precision == "fp64" else 4

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 
@@ -51,7 +51,7 @@ from autoplan.cost.segment_cost import segment_costs, with_late_optimizer
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.cost.waits import start_s
 from autoplan.cost.work_context import ContextOf, work_contexts
-from autoplan.cost.works import Shardings, WorkKey, Works, make_works_pricer
+from autoplan.cost.works import Shardings, WorkKey, Works, make_running_works, make_works_pricer
 from autoplan.graph import DTYPE_BYTES, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.measured_profile.segment_times import MeasuredProfile
@@ -73,6 +73,7 @@ GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ra
 
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
 LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]  # from tp and boundary layout
+MarginOf = Callable[[tuple[str, ...]], float]  # `memory_margin` of a table, by its `sources`
 
 
 class Pricer(Protocol):
@@ -85,6 +86,10 @@ class Pricer(Protocol):
 
     def __call__(self, mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable: ...
 
+    def with_margin(self, memory_margin: MarginOf) -> Pricer:
+        """The same with another margin of memory; what several meshes share is not computed again."""
+        ...
+
 
 def make_pricer(
     graph: OpGraph,
@@ -96,13 +101,13 @@ def make_pricer(
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
     compression: Compression = NO_COMPRESSION,
-    memory_margin: Callable[[tuple[str, ...]], float] = lambda sources: 0.0,
+    memory_margin: MarginOf = lambda sources: 0.0,
 ) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`. `loss` is "whole",
     "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed". Gradients are
-    compressed on meshes on which they can be. `memory_margin` is that of the table, by its `sources`.
+    compressed on meshes on which they can be.
     """
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
@@ -123,7 +128,7 @@ def make_pricer(
         tied=tied_elements(graph),
         unsent=tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph)),
         contexts=contexts,
-        local=local,
+        shared_elements=cache(partial(_shared_elements, calls, local)),
         collective=collective,
         groups_of=cache(partial(_Groups.of, hardware)),
         has_all_to_alls=cache(lambda tp, sharding: _has_all_to_alls(local(tp, sharding).values())),
@@ -147,6 +152,7 @@ class _Pricer:
         blocks: how many blocks there are of each kind.
         unsent: the cuts of a mesh of one stage.
         works: with the sources of their times; None without a measured profile.
+        shared_elements: of gradients that tensor-parallel ranks sum, by tp, layout and whether there are stages.
     """
 
     graph: OpGraph
@@ -158,7 +164,7 @@ class _Pricer:
     tied: tuple[int, ...]
     unsent: Cuts
     contexts: ContextOf
-    local: LocalPricer
+    shared_elements: Callable[[int, str, bool], int]
     collective: Callable[[str, float, Group], float]
     groups_of: Callable[[int, int, int, int], _Groups]
     has_all_to_alls: Callable[[int, str], bool]
@@ -166,7 +172,7 @@ class _Pricer:
     costs: Callable[[_Way, int], Costs]
     cuts: CutsPricer
     batch: BatchPricer
-    margin_of: Callable[[tuple[str, ...]], float]
+    margin_of: MarginOf
 
     def __call__(self, mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
         device = self.hardware.device
@@ -213,6 +219,9 @@ class _Pricer:
             graph_kinds=calls.graph_kinds,
         )
 
+    def with_margin(self, memory_margin: MarginOf) -> Pricer:
+        return replace(self, margin_of=cache(memory_margin))
+
     def _way(self, mesh: Mesh, groups: _Groups, exchange: Exchange | None) -> _Way:
         repeats = mesh.n_micro_batches > 1
         zero_stage = mesh.zero_stage if repeats or mesh.zero_stage != 2 else 1  # one micro-batch is reduced at its end
@@ -229,9 +238,8 @@ class _Pricer:
 
     def _per_step_s(self, mesh: Mesh, groups: _Groups, *, tied_bytes: int) -> float:
         """Collectives once a step: of the norm of all gradients, of tied weights, and of gradients that ranks share."""
-        found = self.local(mesh.tp, mesh.sharding)
-        holders = [found[kind] for kind in self.calls[mesh.pp > 1].holders()]
-        shared_bytes = _shared_bytes(holders, mesh, precision=self.precision)
+        n_shared = self.shared_elements(mesh.tp, mesh.sharding, mesh.pp > 1)
+        shared_bytes = _shared_bytes(n_shared, mesh, precision=self.precision)
         return (
             self.collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + self.collective("all_reduce", tied_bytes, groups.stages)
@@ -286,6 +294,12 @@ def _local_pricer(contexts: ContextOf, shardings: Shardings) -> LocalPricer:
     return local
 
 
+def _shared_elements(calls: Mapping[bool, Calls], local: LocalPricer, tp: int, sharding: str, is_cut: bool) -> int:
+    """The elements of all gradients of which tensor-parallel ranks have shares."""
+    found = local(tp, sharding)
+    return sum(found[kind].n_shared for kind in calls[is_cut].holders())
+
+
 def _parameters_pricer(
     graph: OpGraph, calls: Mapping[bool, Calls], context: ParameterContext, *, local: LocalPricer
 ) -> Callable[[_Held], tuple[ParameterCost, ...]]:
@@ -321,7 +335,11 @@ def _costs_pricer(
     parameters: Callable[[_Held], tuple[ParameterCost, ...]],
 ) -> Callable[[_Way, int], Costs]:
     """(way, micro-batches) -> the costs of each kind of segment."""
-    first, recomputes_captured = graph.first_of_kind(), may_recompute_captured(graph)
+    first, recomputes_captured, running = (
+        graph.first_of_kind(),
+        may_recompute_captured(graph),
+        make_running_works(works),
+    )
     counted = {is_cut: Counter(own.kinds) for is_cut, own in calls.items()}
     equal: dict[Costs, Costs] = {}
 
@@ -337,11 +355,11 @@ def _costs_pricer(
     @cache
     def without_waits(way: _Way) -> Costs:
         held = way.held
-        found, of_works = local(held.tp, held.sharding), works(way.work_key)
+        found, of_works = local(held.tp, held.sharding), running(way.work_key, way.cuda_graph, way.is_slowed)
         of_kinds = calls[held.is_cut].of_kinds
         return tuple(
             segment_costs(
-                of_works[kind][0],
+                of_works[kind],
                 cost,
                 fixed_bytes=found[kind].fixed_bytes if call in HOLDING_CALLS else 0,
                 is_block=first[kind].is_block,
@@ -351,7 +369,6 @@ def _costs_pricer(
                 loss=way.loss,
                 keeps_attention=way.keeps_attention,
                 is_captured=way.cuda_graph,
-                is_slowed=way.is_slowed,
             )
             for (kind, call), cost in zip(of_kinds, parameters(held), strict=True)
         )
@@ -399,10 +416,9 @@ def _has_all_to_alls(segments: Iterable[LocalSegment]) -> bool:
     return any("all_to_all" in (found.forward, found.backward) for found in conversions)
 
 
-def _shared_bytes(segments: Iterable[LocalSegment], mesh: Mesh, *, precision: str) -> float:
+def _shared_bytes(n_elements: int, mesh: Mesh, *, precision: str) -> float:
     """Gradients that the tensor-parallel ranks of a stage sum once per step, where stages have equal shares."""
-    n_elements = sum(segment.n_shared for segment in segments) / (mesh.pp * mesh.zero_shard_degree)
-    return n_elements * element_bytes(precision).reduced
+    return n_elements / (mesh.pp * mesh.zero_shard_degree) * element_bytes(precision).reduced
 
 
 def _matrices(segment: LocalSegment, owned: frozenset[str]) -> tuple[Matrix, ...]:

@@ -1,17 +1,21 @@
 """Each kind of segment on one tensor-parallel rank, and its work, under every assignment that anyone asks for.
 
-    WorkContext + assignments --local_segment--> LocalSegment --segment_work--> SegmentWork of a micro-batch
+    WorkContext + assignments --local_segment--> LocalSegment --+--segment_work-----> SegmentWork of a micro-batch
+                                                                +--compiled_segment-> CompiledPasses of one
 
-Problems with the same context share one `RankSegments`, which computes each of these once.
+Problems with the same context share one `RankSegments` and one `RankPasses`, which compute each of these once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+from autoplan.analysis.executions import compiled_kinds, image_kinds
 from autoplan.cost.chunked_loss import with_chunked_loss
+from autoplan.cost.compiled_work import CompiledPasses, CompiledSegment, compiled_passes, compiled_segment
+from autoplan.cost.fusions import fused_segment
 from autoplan.cost.local_segment import LocalSegment, local_segment
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.work_context import N_CONTEXTS, WorkContext
@@ -22,6 +26,8 @@ from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tensor_parallel.sharding import SegmentLayouts, read_assignment, read_sharding
 
 Assignments = tuple[SegmentSharding, ...]  # one per kind that is split; other kinds are replicated
+# Of what is compiled, by kind: under these assignments, for a micro-batch of this size.
+RankPasses = Callable[[Assignments, int], Mapping[int, CompiledPasses]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +71,27 @@ def rank_segments(context: WorkContext) -> RankSegments:
         }
 
     return RankSegments(local, work)
+
+
+@lru_cache(maxsize=N_CONTEXTS)
+def rank_passes(context: WorkContext, memory_format: str) -> RankPasses:
+    """Those of a context whose values are contiguous, but for images: segments that read these get them in a format."""
+    graph, of_images = context.graph, replace(context, memory_format=memory_format)
+    first, images = graph.first_of_kind(), image_kinds(graph)
+
+    @cache
+    def compiled(assignments: Assignments) -> Mapping[int, CompiledSegment]:
+        found = rank_segments(context).local(assignments)
+        return {
+            kind: compiled_segment(context, found[kind], fused_segment(context, first[kind], found[kind]))
+            for kind in compiled_kinds(graph)
+        }
+
+    @cache
+    def passes(assignments: Assignments, micro_batch_size: int) -> Mapping[int, CompiledPasses]:
+        return {
+            kind: compiled_passes(of_images if kind in images else context, own, micro_batch_size)
+            for kind, own in compiled(assignments).items()
+        }
+
+    return passes

@@ -20,10 +20,6 @@ WEIGHT_OP_HOST_S = 6e-5
 # is kept, kept again and used. 27 to 31 us on blocks of Llama, T5, BERT and ResNet with 27 to 42 of them (recomputed
 # less plain less forward, torch 2.13, one CPU core); taken for all hosts.
 KEPT_TENSOR_HOST_S = 3e-5
-# Products beside a receive of 4 thread blocks that waits: 1.726 ms in place of 1.621 (2 H200, 2026-11-22,
-# benchmarks/results/sends_h200_x2_2026-11-22.jsonl). Ranks that receive ahead nearly always have one; taken for all
-# that they compute, on all GPUs.
-BESIDE_RECEIVES = 1.065
 
 
 def segment_costs(
@@ -38,12 +34,11 @@ def segment_costs(
     loss: str | None,
     keeps_attention: bool = False,
     is_captured: bool = False,
-    is_slowed: bool = False,
 ) -> tuple[SegmentCost, ...]:
     """A block without recomputation and, where it may, with it; anything else has no such choice, and is there twice.
 
-    `keeps_attention`: recomputation keeps what fused attention made. `is_captured`: the passes are a CUDA graph.
-    `is_slowed`: receives wait beside them.
+    `work` is as it runs there (`works.make_running_works`). `keeps_attention`: recomputation keeps what fused attention
+    made. `is_captured`: the passes are a CUDA graph.
 
     The last segment has its loss whole and in slices instead, or twice the one that is asked for.
     """
@@ -55,8 +50,6 @@ def segment_costs(
         repeats=repeats,
         is_captured=is_captured,
     )
-    work = work.captured() if is_captured else work
-    work = work.slowed(BESIDE_RECEIVES, BESIDE_RECEIVES) if is_slowed else work
     plain = cost_of(work)
     chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
     if loss == "chunked":

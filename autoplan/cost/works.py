@@ -14,11 +14,10 @@ from functools import cache
 from typing import NamedTuple
 
 from autoplan.analysis.attention_kernel import scattered_masks
-from autoplan.analysis.executions import compiled_kinds, execution_of, image_kinds
-from autoplan.cost.compiled_work import CompiledPasses, CompiledSegment, as_compiled, compiled_passes, compiled_segment
-from autoplan.cost.fusions import fused_segment
+from autoplan.analysis.executions import execution_of, image_kinds
+from autoplan.cost.compiled_work import as_compiled
 from autoplan.cost.measured import Correction
-from autoplan.cost.rank_segments import rank_segments
+from autoplan.cost.rank_segments import rank_passes, rank_segments
 from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.work_context import CONTIGUOUS, ContextOf
 from autoplan.graph import GraphFacts, OpGraph
@@ -28,6 +27,10 @@ from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
+# Products beside a receive of 4 thread blocks that waits: 1.726 ms in place of 1.621 (2 H200, 2026-11-22,
+# benchmarks/results/sends_h200_x2_2026-11-22.jsonl). Ranks that receive ahead nearly always have one; taken for all
+# that they compute, on all GPUs.
+BESIDE_RECEIVES = 1.065
 
 
 class Share(NamedTuple):
@@ -75,7 +78,7 @@ def make_works_pricer(
     """The work of each kind of segment, as measured where it was."""
     are_masks_apart = bool(scattered_masks(graph))  # else the user's modules and generated code take the same
     eager = _eager_pricer(graph, contexts, shardings=shardings)
-    compiled = _compiled_pricer(graph, contexts, shardings=shardings, eager=eager)
+    compiled = _compiled_pricer(contexts, shardings=shardings, eager=eager)
 
     @cache
     def correction(execution: Execution, keeps_modules: bool) -> Correction | None:
@@ -95,6 +98,17 @@ def make_works_pricer(
         return tuple(as_measured.corrected(work, kind=kind, **key.share._asdict()) for kind, work in found.items())
 
     return works
+
+
+def make_running_works(works: Callable[[WorkKey], Works]) -> Callable[[WorkKey, bool, bool], tuple[SegmentWork, ...]]:
+    """(key, whether passes are a CUDA graph, whether receives wait beside them) -> the work of each kind as it runs."""
+
+    @cache
+    def running(key: WorkKey, is_captured: bool, is_slowed: bool) -> tuple[SegmentWork, ...]:
+        found = tuple(work.captured() if is_captured else work for work, _ in works(key))
+        return tuple(work.slowed(BESIDE_RECEIVES, BESIDE_RECEIVES) for work in found) if is_slowed else found
+
+    return running
 
 
 def _eager_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings) -> _WorkPricer:
@@ -119,35 +133,14 @@ def _eager_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings) 
     return eager
 
 
-def _compiled_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings, eager: _WorkPricer) -> _WorkPricer:
+def _compiled_pricer(contexts: ContextOf, *, shardings: Shardings, eager: _WorkPricer) -> _WorkPricer:
     """The same, with what is compiled as it runs then."""
-    images = image_kinds(graph)
-
-    @cache
-    def fused(tp: int, sharding: str, keeps_modules: bool) -> Mapping[int, CompiledSegment]:
-        context, first = contexts(tp, keeps_modules=keeps_modules), graph.first_of_kind()
-        found = rank_segments(context).local(shardings.get((tp, sharding), ()))
-        return {
-            kind: compiled_segment(context, found[kind], fused_segment(context, first[kind], found[kind]))
-            for kind in compiled_kinds(graph)
-        }
-
-    @cache
-    def passes(share: Share, order: _Order) -> Mapping[int, CompiledPasses]:
-        """Only segments that read images are given them in this format."""
-        plain, of_images = (
-            contexts(share.tp, memory_format, keeps_modules=order.keeps_modules)
-            for memory_format in (CONTIGUOUS, order.memory_format)
-        )
-        return {
-            kind: compiled_passes(of_images if kind in images else plain, own, share.micro_batch_size)
-            for kind, own in fused(share.tp, share.sharding, order.keeps_modules).items()
-        }
 
     @cache
     def compiled(share: Share, order: _Order) -> Mapping[int, SegmentWork]:
-        found = eager(share, order)
-        of_passes = passes(share, order)
+        found, assignments = eager(share, order), shardings.get((share.tp, share.sharding), ())
+        context = contexts(share.tp, keeps_modules=order.keeps_modules)
+        of_passes = rank_passes(context, order.memory_format)(assignments, share.micro_batch_size)
         return {**found} | {kind: as_compiled(found[kind], own) for kind, own in of_passes.items()}
 
     return compiled

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from autoplan.answers.answer import Answer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError, InputError, UsageError
+from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster, load_hardware
 from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import Estimate, Plan
@@ -167,52 +168,47 @@ def _search(
     clock: Callable[[], float] = time.perf_counter,
     patience_s: float | None = None,
 ) -> SearchResult:
-    def under(options: Options, planless_share: float) -> SearchResult:
-        return _search_once(
-            replace(problem, options=options),
-            warm_start=warm_start,
-            clock=clock,
-            patience_s=patience_s,
-            planless_share=planless_share,
-        )
-
-    return search_confidently(under, problem.options, is_patient=patience_s is not None)
-
-
-def _search_once(
-    problem: Problem,
-    *,
-    warm_start: Plan | None,
-    clock: Callable[[], float],
-    patience_s: float | None,
-    planless_share: float,
-) -> SearchResult:
-    """The search with the memory confidence of the options, whatever comes of it."""
+    """The search, whatever comes of it; where it is done twice (`confidence`), the space is priced once."""
     from autoplan.search import search
     from autoplan.search.mixed.search import search_mixed
+    from autoplan.search.outlook import seems_hopeless
     from autoplan.space.mixed_space import mixed_space
-    from autoplan.space.priced import priced_space
+    from autoplan.space.priced import PricedSpace, priced_space
 
-    graph, hardware, options, batch = problem.graph, problem.hardware, problem.options, global_batch_size(problem)
-    try:
-        if isinstance(hardware, Cluster):
-            mixed = mixed_space(graph, hardware, options, global_batch=batch)
-            return search_mixed(
-                mixed, options=options, clock=clock, patience_s=patience_s, planless_share=planless_share
+    graph, hardware, batch = problem.graph, problem.hardware, global_batch_size(problem)
+
+    @cache
+    def offered(hardware: HardwareProfile) -> PricedSpace:
+        return priced_space(graph, hardware, problem.options, global_batch=batch, measured=problem.measured)
+
+    def under(options: Options, planless_share: float) -> SearchResult:
+        try:
+            if isinstance(hardware, Cluster):
+                mixed = mixed_space(graph, hardware, options, global_batch=batch)
+                return search_mixed(
+                    mixed, options=options, clock=clock, patience_s=patience_s, planless_share=planless_share
+                )
+            own = offered(hardware).with_confidence(options.memory_confidence)
+            return search(
+                own.space,
+                price=own.price,
+                options=options,
+                make_plan=own.make_plan,
+                warm_start=warm_start,
+                clock=clock,
+                patience_s=patience_s,
+                planless_share=planless_share,
             )
-        offered = priced_space(graph, hardware, options, global_batch=batch, measured=problem.measured)
-        return search(
-            offered.space,
-            price=offered.price,
-            options=options,
-            make_plan=offered.make_plan,
-            warm_start=warm_start,
-            clock=clock,
-            patience_s=patience_s,
-            planless_share=planless_share,
-        )
-    except InfeasibleError as error:
-        return _nothing("infeasible", str(error))
+        except InfeasibleError as error:
+            return _nothing("infeasible", str(error))
+
+    def looks_hopeless() -> bool:
+        if isinstance(hardware, Cluster):
+            return False
+        own = offered(hardware).with_confidence(AS_COMPUTED)
+        return seems_hopeless(own.space, problem.options, price=own.price)
+
+    return search_confidently(under, problem.options, is_patient=patience_s is not None, seems_hopeless=looks_hopeless)
 
 
 def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:

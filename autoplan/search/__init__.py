@@ -27,6 +27,7 @@ forward or backward pass to that of `bounds.computes_least` than to any other: t
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 
     the space       meshes, twins, baselines, one_device: what is tried        deeper_pipelines: and what else
+                    outlook: whether anything is likely to fit
                     fixed_values: what a plan has of what the user may fix
     the answer      result, conclusion: what is returned    preference, rejections, remedies: which, and why no other
                     without_graph: which plans go without a CUDA graph
@@ -154,6 +155,7 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
         forward_s, backward_s = passes_s[key]
         bound_s = compute_bound_s(mesh, forward_s=forward_s, backward_s=backward_s)
         state.queue.append((bound_s * state.weight(mesh), index, UNPRICED))
+    heapq.heapify(state.queue)
     state.ready_s = state.clock() - state.started_s
 
 
@@ -197,9 +199,13 @@ def _advance(state: SearchState, *, up_to: int, with_chunks: bool) -> None:
     """Examine meshes that may beat the best plan up to a step: those with several stages per rank, or the others."""
     if state.stopped and state.is_late():
         return
-    is_meant = [(state.meshes[index].n_chunks > 1) == with_chunks for _, index, _ in state.queue]
-    waiting = [entry for entry, meant in zip(state.queue, is_meant, strict=True) if not meant]
-    state.queue = [entry for entry, meant in zip(state.queue, is_meant, strict=True) if meant]
+    if not _may_hold_better(state):
+        return
+    meant: list[tuple[float, int, int]] = []
+    waiting: list[tuple[float, int, int]] = []
+    for entry in state.queue:
+        (meant if (state.meshes[entry[1]].n_chunks > 1) == with_chunks else waiting).append(entry)
+    state.queue = meant
     heapq.heapify(state.queue)
     try:
         while _may_hold_better(state) and not state.is_over():

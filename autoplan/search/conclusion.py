@@ -103,8 +103,9 @@ def _candidates(
     fast, the first.
     """
     shown: list[Candidate] = []
+    queued = {index: score for score, index, _ in state.queue}
     for index in ranking:
-        candidate = _candidate(state, index, found, make_plan=make_plan)
+        candidate = _candidate(state, index, found, queued=queued, make_plan=make_plan)
         if not any(_is_as_good(candidate, other) for other in shown):
             shown.append(candidate)
             yield candidate
@@ -119,12 +120,13 @@ def _is_as_good(item: Candidate, other: Candidate) -> bool:
     return is_alike and abs(item.estimate.step_s / other.estimate.step_s - 1.0) < GOOD_ENOUGH
 
 
-def _candidate(state: SearchState, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:
+def _candidate(
+    state: SearchState, index: int, found: tuple[Baseline, ...], *, queued: dict[int, float], make_plan: MakePlan
+) -> Candidate:
     mesh, judged = state.meshes[index], state.plans[index]
     names = [b.name for b in found if b.table.mesh == mesh and b.judged.stages == judged.stages]
-    queued = {number: score / state.weight(mesh) for score, number, _ in state.queue if number == index}
     known = state.beyond_s | state.bounds_s
-    bound_s = min(known.get(index, queued.get(index, 0.0)), judged.estimate.step_s)
+    bound_s = min(known.get(index, queued.get(index, 0.0) / state.weight(mesh)), judged.estimate.step_s)
     mesh, judged = _released(state, mesh, judged)
     return Candidate(make_plan(mesh, judged.stages), judged.estimate, bound_s, names[0] if names else "")
 

@@ -60,11 +60,12 @@ def _is_settled(state: SearchState, index: int, bound_s: float) -> bool:
 
 
 def _price(state: SearchState, index: int) -> float:
-    """The bound by arithmetic."""
+    """The bound by arithmetic; INFINITY where memory does not suffice by it."""
     table = state.table(state.meshes[index])
     short_bytes = shortfall_bytes(table)
     if short_bytes > 0:
         state.rejections[index] = short_somewhere(table, short_bytes)
+        return INFINITY
     return step_bound_s(table)
 
 

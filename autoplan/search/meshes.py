@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from itertools import count, product
 from math import isqrt, prod
 from typing import NamedTuple, NoReturn
@@ -134,6 +135,7 @@ class SearchSpace:
         return 1 + sum(self.cuts)
 
 
+@lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
@@ -206,7 +208,7 @@ def list_meshes(
 
 def _meshes(space: SearchSpace, options: Options, *, is_late: Callable[[], bool]) -> tuple[tuple[Mesh, ...], bool]:
     counts = device_counts(space)
-    degrees = {degrees for count in counts for degrees in _degrees(space, options, n_devices=count)}
+    degrees = {degrees for count in counts for degrees in degrees_of(space, options, n_devices=count)}
     listed: dict[tuple[int, int, int], tuple[Mesh, ...]] = {}
     for tp, pp, dp in sorted(degrees, key=lambda own: (-prod(own), own)):
         if is_late():
@@ -215,7 +217,7 @@ def _meshes(space: SearchSpace, options: Options, *, is_late: Callable[[], bool]
     return tuple(mesh for own in sorted(listed) for mesh in listed[own]), len(listed) == len(degrees)
 
 
-def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterator[tuple[int, int, int]]:
+def degrees_of(space: SearchSpace, options: Options, *, n_devices: int) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, dp) that use exactly `n_devices`."""
     fix = {name: fixed_int(options, name) for name in ("tp", "pp", "dp")}
     fewest = 1 if fixed(options, "grad_compression") in (None, "none") else 2
@@ -236,7 +238,7 @@ def deeper_meshes(space: SearchSpace, options: Options, *, near: Mesh) -> Iterat
     if fixed(options, "stages_per_rank") is not None:
         return
     wide = replace(space, max_chunks=DEEPER_CHUNKS, max_interleaved_stages=DEEPER_STAGES)
-    for tp, pp, dp in _degrees(wide, options, n_devices=near.n_devices):
+    for tp, pp, dp in degrees_of(wide, options, n_devices=near.n_devices):
         if tp != near.tp or pp not in (near.pp, 2 * near.pp):
             continue
         for mesh in meshes_of(wide, options, tp=tp, pp=pp, dp=dp):
@@ -269,21 +271,29 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
     codes = space.generated if tp == pp == 1 else (False,)
     choices = product(keys, batches, zeros, space.executions, codes)
     recompute = fixed(options, "recompute")
+    keeps_attention = space.must_keep_attention and recompute != "none"
     counts = {size: space.global_batch // dp // size for size in batches}
     schedules = {n: _schedule_choices(space, options, pp=pp, n_micro_batches=n) for n in counts.values()}
+
+    @cache
+    def ways(
+        own: tuple[tuple[str, int], ...], zero_stage: int, compiles: bool, is_own: bool
+    ) -> tuple[tuple[str, int, bool, bool], ...]:
+        """Of schedules with stages per rank those possible, with whether attention is kept, and passes are a graph."""
+        return tuple(
+            (schedule, n_chunks, keeps_attention and not splits_backward(schedule), is_captured)
+            for schedule, n_chunks in own
+            if is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=compiles)
+            for is_captured in graphs_of_schedule(space, options, tp=tp, is_own=is_own, schedule=schedule)
+        )
+
     for sharding, micro_batch_size, (zero_stage, shard_degree), execution, generated in choices:
         n_micro_batches = counts[micro_batch_size]
         if (zero_stage, shard_degree) not in canonical(zeros, n_micro_batches=n_micro_batches):
             continue
         is_own = tp == pp == 1 and not generated
-        pairs = (
-            (*own, is_captured)
-            for own in schedules[n_micro_batches]
-            for is_captured in graphs_of_schedule(space, options, tp=tp, is_own=is_own, schedule=own[0])
-        )
-        for schedule, n_chunks, is_captured in pairs:
-            if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=execution.compile):
-                continue
+        possible = ways(schedules[n_micro_batches], zero_stage, execution.compile, is_own)
+        for schedule, n_chunks, is_keeping, is_captured in possible:
             yield Mesh(
                 pp=pp,
                 dp=dp,
@@ -299,7 +309,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
                 memory_format=execution.memory_format,
                 generated=generated,
                 wraps_head=space.wraps_head and is_own,
-                keeps_attention=space.must_keep_attention and not splits_backward(schedule) and recompute != "none",
+                keeps_attention=is_keeping,
                 cuda_graph=is_captured,
             )
 

@@ -124,9 +124,10 @@ class SearchState:
 
     def table(self, mesh: Mesh) -> CostTable:
         """The price of a mesh, asked for once."""
-        if mesh not in self.tables:
-            self.tables[mesh] = self.price(mesh)
-        return self.tables[mesh]
+        table = self.tables.get(mesh)
+        if table is None:
+            table = self.tables[mesh] = self.price(mesh)
+        return table
 
     def program(self, index: int, *, bound_s: float) -> MeshProgram:
         """The program of a mesh that cannot be faster than `bound_s`."""

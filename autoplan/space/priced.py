@@ -5,8 +5,8 @@ OpGraph + HardwareProfile + Options --> SearchSpace, price(mesh) -> CostTable, m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autoplan.analysis.head_group import head_group
@@ -16,15 +16,15 @@ from autoplan.checks.fixes import check_fixed
 from autoplan.checks.product_dtypes import check_product_dtypes
 from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.cost.grad_compression import Compression
-from autoplan.cost.price import make_pricer
+from autoplan.cost.price import Pricer, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.options import AS_COMPUTED, Options
-from autoplan.parallel_plan import Execution, Plan
+from autoplan.parallel_plan import Execution, Mesh, Plan
 from autoplan.rules import load_rules
-from autoplan.search.meshes import MakePlan, Price, SearchSpace
+from autoplan.search.meshes import MakePlan, SearchSpace
 from autoplan.space.choices import (
     attention_choices,
     capture_choices,
@@ -42,11 +42,20 @@ from autoplan.space.plan_maker import PlanMaker
 
 @dataclass(frozen=True, slots=True)
 class PricedSpace:
-    """What `search` is called with, besides the options."""
+    """What `search` is called with, besides the options; `pricers` are by the micro-batches of their layouts."""
 
     space: SearchSpace
-    price: Price
+    pricers: Mapping[int, Pricer]
     make_plan: MakePlan
+
+    def price(self, mesh: Mesh) -> CostTable:
+        """The cost table of a mesh of the space."""
+        return of_size(self.pricers, mesh)(mesh)
+
+    def with_confidence(self, memory_confidence: float) -> PricedSpace:
+        """The same where memory must suffice with another confidence; what was priced is not priced again."""
+        margin = partial(memory_margin, confidence=memory_confidence)
+        return replace(self, pricers={size: price.with_margin(margin) for size, price in self.pricers.items()})
 
 
 def priced_space(
@@ -105,7 +114,7 @@ def priced_space(
     attention = kinds_with_attention(graph, precision=options.precision, attention=hardware.device.attention)
     content_hash = graph.content_hash()
     maker = PlanMaker(graph, content_hash, by_size, rules, options, hardware.name, hardware.n_hosts, attention)
-    return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), maker.plan)
+    return PricedSpace(space, pricers, maker.plan)
 
 
 def price_plan(

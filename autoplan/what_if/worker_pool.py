@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, cast
 
 from autoplan.errors import StoppedError
+from autoplan.garbage import few_collections
 
 Result = TypeVar("Result")
 _ENDED = "a search process ended before its time\n  fix: --jobs 1, or more memory"
@@ -93,7 +94,7 @@ def _received(connection: Connection) -> Any:
 
 def _serve(work: Callable[..., Any], connection: Connection) -> None:
     """In a process: one call after the other, until the parent has gone; what a call raises is raised there."""
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError), few_collections():
         while True:
             arguments = connection.recv()
             result, raised = None, None
