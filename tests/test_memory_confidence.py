@@ -207,10 +207,9 @@ ONE_PLAN = (("micro_batch", "1024"), ("recompute", "none"), ("compile", "off"))
 def on_device(
     confidence: float, *, memory_bytes: int | None = None, fix: tuple[tuple[str, str], ...] = ()
 ) -> api.Problem:
-    """The MLP on a device where activations fill the memory."""
-    chosen = Options(
-        global_batch=2**16, fix=(("dp", "1"), ("tp", "1"), ("pp", "1"), *fix), memory_confidence=confidence
-    )
+    """The MLP on a device where activations fill the memory; no graph, which may need more of it."""
+    pinned = (("dp", "1"), ("tp", "1"), ("pp", "1"), ("cuda_graph", "off"))
+    chosen = Options(global_batch=2**16, fix=(*pinned, *fix), memory_confidence=confidence)
     problem = api.make_problem(MLP, hw="dgx_a100_x8", overrides={"depth": 8}, options=chosen)
     if memory_bytes is None:
         return problem
