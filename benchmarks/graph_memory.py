@@ -4,7 +4,7 @@
     python benchmarks/graph_memory.py table RESULTS.jsonl...
 
 `predictions.py emit` writes the programs. `apart`: with gradients in memory of the stream that reduces them, as
-`fully_shard` has it by itself. Of several ranks the one that holds most is printed. Needs torch and GPUs.
+`fully_shard` has it by itself. Printed is the rank that comes closest to its limit. Needs torch and GPUs.
 """
 
 import json

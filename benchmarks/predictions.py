@@ -423,12 +423,21 @@ def limited(*results: str) -> None:
             print(f"{row['case']:36}{max(limits) / 2**30:8.2f}{'does not fit' if is_short else 'failed':>15}")
             continue
         share, limit, taken = max((taken / limit, limit, taken) for taken, limit in zip(held, limits, strict=True))
-        after = [step.get("n_allocator_retries") for step in row["steps"][N_WARM_UP - 1 :]]
-        short = "" if after[0] is None else f"{(after[-1] - after[0]) / (len(after) - 1):7.1f}"
+        n_short = retries_per_step(row)
+        short = "" if n_short is None else f"{n_short:7.1f}"
         cells = f"{limit / 2**30:8.2f}{taken / 2**30:8.2f}{share:7.0%}{median_step_s(row):9.4f}{short}"
         print(f"{row['case']:36}{cells}")
     n_ended = sum(row["exit_code"] == 0 for row in rows)
     print(f"{n_ended} of {len(rows)} came to their end")
+
+
+def retries_per_step(row: dict) -> float | None:
+    """How often the allocator of rank 0 asked again for memory; None where the program did not tell."""
+    of_steps = [step.get("n_retries_for_memory") for step in row["steps"][N_WARM_UP:]]
+    if None not in of_steps:
+        return statistics.mean(of_steps)
+    so_far = [step.get("n_allocator_retries") for step in row["steps"][N_WARM_UP - 1 :]]  # programs of 2026-11-29
+    return None if None in so_far else (so_far[-1] - so_far[0]) / len(of_steps)
 
 
 def grouped(items: list, key: Callable[[object], str]) -> list[tuple[str, list]]:

@@ -55,7 +55,7 @@ def limit_memory(rank: int, limit_bytes: int) -> None:
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # as programs have it
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     total_bytes = torch.cuda.get_device_properties(rank).total_memory
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, rank)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), rank)
 
 
 class Run:

@@ -27,7 +27,12 @@ from autoplan.runtime import Config, PlainTraining
 from autoplan.runtime.update.optimizer import naming_distributed_tensors
 from autoplan.space.priced import priced_space
 from autoplan.tracing import optimizer_trial
-from autoplan.tracing.optimizer_trial import computes_with_whole_tensors, n_states_of, trouble_with_shards
+from autoplan.tracing.optimizer_trial import (
+    computes_with_whole_tensors,
+    n_states_of,
+    trouble_with_shards,
+    with_optimizer,
+)
 
 CPU = torch.device("cpu")
 MLP = Path(__file__).parent.parent / "examples" / "mlp.py"
@@ -61,6 +66,16 @@ class Rebinding(SGD):
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+class Noisy(SGD):
+    """Adds noise to each gradient, as stochastic rounding does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.add_(torch.randn_like(parameter.grad))
+        return super().step(closure)
 
 
 class Lars(SGD):
@@ -150,6 +165,12 @@ def _troubles_of_two_processes():
 def test_simulated_ranks_find_what_processes_do() -> None:
     for found in run_ranks(_troubles_of_two_processes, 2):
         assert found == [trouble for _, trouble in TROUBLES]
+
+
+def test_of_an_optimizer_that_draws_random_numbers_nothing_is_known() -> None:
+    graph = trace_model(MLP)
+    assert with_optimizer(graph, Noisy).dissolved == graph.dissolved
+    assert set(with_optimizer(graph, OwnNorm).dissolved) - set(graph.dissolved) == {WHOLE_OPTIMIZER, DIFFERS_SHARDED}
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -112,7 +112,7 @@ class CostTable:
         reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
         memory_limit_bytes: what a device offers.
         memory_margin: of what a plan allocates, the share that must be left beside what it needs, since it may
-            allocate more than is computed; the same in all `rank_tables`.
+            allocate more than is computed, or its CUDA graph hold more; the same in all `rank_tables`.
         sources: per kind, one of SOURCES; empty when nothing was measured.
         rank_tables: one table per pipeline rank where these are on different devices; empty where all are alike. The
             `cut_s` and `sendrecv_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`,

@@ -63,7 +63,8 @@ def undivided(graph: OpGraph, *, fix: Mapping[str, str]) -> tuple[str, ...]:
             f"ZeRO 1 to 3 were left out, as {optimizer} updates the distributed tensors that these give it otherwise"
             " than whole ones; --fix zero=1, 2 or 3 plans so all the same."
         )
-    if WHOLE_OPTIMIZER in graph.dissolved and not graph.is_module_level and "tp" not in fix:
+    may_split = not graph.is_module_level and not graph.has_own_gradients
+    if WHOLE_OPTIMIZER in graph.dissolved and may_split and "tp" not in fix:
         found.append(
             f"Tensor parallelism was left out, as {optimizer} computes with whole tensors (norms, products), of which"
             " ranks would have parts; --fix tp=2 plans so all the same."

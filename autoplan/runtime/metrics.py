@@ -84,8 +84,8 @@ class StepRecord:
         peak_allocated_bytes, peak_reserved_bytes: of this rank since training began (the construction of the model left
             out, but for what the allocator still holds of it), or since the first step, where cuDNN tried algorithms in
             that; None on CPU.
-        n_allocator_retries: how often this process found no free memory, waited for the device, gave back all that was
-            not in use, and asked again; None on CPU. Where it grows in every step, memory is short, and steps are slow.
+        n_retries_for_memory: how often this rank found no free memory in the step, waited for the device, gave back all
+            that was not in use, and asked again; None on CPU.
         loss_scale: under fp16, of the next step.
         was_updated: whether the parameters changed; under fp16 an overflow leaves them.
         is_profiled: whether torch's profiler slowed it down.
@@ -103,7 +103,7 @@ class StepRecord:
     samples_per_s: float
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
-    n_allocator_retries: int | None = None
+    n_retries_for_memory: int | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
     loss_scale: float | None = None
@@ -128,8 +128,8 @@ class StepRecord:
             parts.append(f"MFU {self.mfu:.1%}")
         if self.peak_allocated_bytes is not None:
             parts.append(f"{self.peak_allocated_bytes / GIB:.2f} GiB")
-        if self.n_allocator_retries:
-            parts.append(f"short of memory {self.n_allocator_retries} times so far")
+        if self.n_retries_for_memory:
+            parts.append(f"short of memory {self.n_retries_for_memory} times")
         parts.append(f"data {1e3 * self.data_wait_s:.1f} ms")
         if not self.was_updated:
             parts.append(f"overflow: no update, loss scale now {self.loss_scale:g}")

@@ -152,6 +152,7 @@ def timed_step(
     device, learning_rate = model.mesh.device, model.learning_rate
     if device.type == "cuda":  # not for other streams: the next batch is copied beside the step
         torch.cuda.current_stream(device).synchronize()
+    n_retries_before = _n_retries_for_memory(device)
     start_s = time.perf_counter()
     loss = model.step(batch)
     _wait_for(device)
@@ -168,12 +169,16 @@ def timed_step(
         samples_per_s=samples_per_s,
         peak_allocated_bytes=None if peaks is None else peaks["allocated_bytes"]["all"]["peak"],
         peak_reserved_bytes=None if peaks is None else peaks["reserved_bytes"]["all"]["peak"],
-        n_allocator_retries=None if peaks is None else peaks["num_alloc_retries"],
+        n_retries_for_memory=None if peaks is None else peaks["num_alloc_retries"] - n_retries_before,
         tokens_per_s=planned.tokens_per_s(samples_per_s),
         mfu=planned.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
         loss_scale=None if model.loss_scale is None else model.loss_scale.value,
         was_updated=model.was_updated,
     )
+
+
+def _n_retries_for_memory(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["num_alloc_retries"]) if device.type == "cuda" else 0
 
 
 class Evaluation:

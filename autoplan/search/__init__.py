@@ -105,6 +105,7 @@ def search(
     """
     may_keep = space.may_keep_attention
     state = SearchState(options, price, clock, clock(), patience_s, planless_share, may_keep_attention=may_keep)
+    state.plain_enters = space.plain_enters
     found: tuple[Baseline, ...] = ()
     alone = None
     late_s = state.started_s + state.first_limit_s(RECIPES_SHARE)

@@ -226,6 +226,24 @@ def least_needed_bytes(table: CostTable) -> int:
     return math.floor(least_allocated_bytes(table) * table.reserved_ratio + table.reserved_fixed_bytes)
 
 
+def may_lack_memory(table: CostTable) -> bool:
+    """Whether a rank might not fit with nothing recomputed; not where one that had the whole model would."""
+    mesh = table.mesh
+    n_in_flight = mesh.n_micro_batches if mesh.schedule == "gpipe" else 2 * mesh.n_stages if mesh.pp > 1 else 1
+    n_in_flight = min(mesh.n_micro_batches, n_in_flight)
+
+    def held(cost: SegmentCost) -> int:
+        of_weights = cost.state_bytes + 2 * cost.gathered_bytes + 2 * cost.gradient_bytes
+        return of_weights + n_in_flight * (cost.saved_bytes + cost.pending_bytes)
+
+    counts = zip(table.costs, _n_of_kind(table.kinds, len(table.costs)), strict=True)
+    of_segments = sum(n * held(choices[0]) for choices, n in counts)
+    running = max(choices[0].working_bytes + 2 * choices[0].gradient_bytes for choices in table.costs)
+    sent = 2 * (mesh.n_micro_batches + 1) * max(table.message_bytes, default=0) if mesh.pp > 1 else 0
+    taken = (of_segments + running + sent + table.constant_bytes) * table.taken_ratio + table.reserved_fixed_bytes
+    return taken > table.memory_limit_bytes
+
+
 def least_allocated_bytes(table: CostTable) -> float:
     """What some rank allocates at the least, whatever the plan.
 

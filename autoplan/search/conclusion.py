@@ -15,7 +15,7 @@ from autoplan.search.preference import Scored, simplest
 from autoplan.search.rejections import rejected
 from autoplan.search.result import Candidate, OneDevice, SearchResult
 from autoplan.search.state import GOOD_ENOUGH, SearchState
-from autoplan.search.without_graph import may_capture, without_graph
+from autoplan.search.without_graph import without_idle_graph
 from autoplan.solver.linear_model import INFINITY
 
 
@@ -51,21 +51,12 @@ def result_of(
 
 def _simplest_first(state: SearchState, bound: float) -> list[int]:
     """The meshes with a plan: the answer, then the others, best first."""
-    scores = {index: _score(state, index) for index in state.ranking()}
-    ranking = sorted(scores, key=scores.__getitem__)
+    ranking = list(state.ranking())
     if not ranking:
         return ranking
-    scored = [Scored(scores[index], state.meshes[index], state.plans[index].stages) for index in ranking]
+    scored = [Scored(state.score(index), state.meshes[index], state.plans[index].stages) for index in ranking]
     answer = ranking.pop(simplest(scored, bound=bound, gap=state.gap))
     return [answer, *ranking]
-
-
-def _score(state: SearchState, index: int) -> float:
-    """That of the best plan found of a mesh, without its graph where that may not fit."""
-    mesh, judged = state.meshes[index], state.plans[index]
-    if not mesh.cuda_graph or may_capture(judged.estimate):
-        return state.score(index)
-    return _released(state, mesh, judged)[1].estimate.step_s * state.weight(mesh)
 
 
 def _proved_score(state: SearchState) -> float:
@@ -137,7 +128,7 @@ def _recipe(state: SearchState, baseline: Baseline, *, make_plan: MakePlan) -> C
 
 
 def _released(state: SearchState, mesh: Mesh, judged: Judged) -> tuple[Mesh, Judged]:
-    """Without a graph that gains nothing or may not fit, unless one was asked for."""
+    """Without a graph that gains nothing, unless one was asked for."""
     if fixed(state.options, "cuda_graph") == "on":
         return mesh, judged
-    return without_graph(mesh, judged, price=state.table, gap=state.gap)
+    return without_idle_graph(mesh, judged, price=state.table, gap=state.gap)

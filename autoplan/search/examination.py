@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from autoplan.parallel_plan import StagePlan
-from autoplan.search.bounds import shortfall_bytes, step_bound_s
+from autoplan.search.bounds import may_lack_memory, shortfall_bytes, step_bound_s
 from autoplan.search.one_mesh import Effort, Judged, faster_than, is_memory_proof, refine, relaxed_bound_s
 from autoplan.search.one_stage.partition import best_partition
 from autoplan.search.one_stage.replayed_cuts import cuts_below
@@ -15,7 +15,7 @@ from autoplan.search.rejections import short_somewhere, slow
 from autoplan.search.several_stages.joint_sizes import MAX_TURNS, QUICK_TURNS, joint_bound
 from autoplan.search.several_stages.least_recomputation import balanced_stages, thrifty_plan
 from autoplan.search.several_stages.rank_shares import Shares, narrowed_bound_s, shared_bound_s
-from autoplan.search.state import CUT, PRICED, RELAXED, SearchState
+from autoplan.search.state import CUT, PRICED, RELAXED, UNPRICED, SearchState
 from autoplan.search.twins import has_twin, recomputes_kept, spares_cheaply, twin_of
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
@@ -32,6 +32,8 @@ def examine(state: SearchState, *, to_beat: float) -> None:
         _solve(state, index, to_beat=to_beat)
     else:
         bound_s = RAISE_BOUND[examined](state, index)
+        if examined == UNPRICED and state.plain_enters and mesh.cuda_graph and may_lack_memory(state.table(mesh)):
+            heapq.heappush(state.queue, (score, state.add_plain(index), UNPRICED))
         if index not in state.rejections:
             heapq.heapreplace(state.queue, (max(score, bound_s * weight), index, examined + 1))
             if examined == PRICED and _needs_twin(state, index):

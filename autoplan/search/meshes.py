@@ -81,8 +81,9 @@ class SearchSpace:
         n_devices_joined: devices on the links of one host, where these join several hosts; None where they do not.
         keeps_attention: whether recomputation may, or must, keep attention; where it may, see `twins`.
         cuda_graph: whether passes may, or must, be a CUDA graph: those of the user's own classes, of generated code,
-            and of generated code with tensor parallelism. Where they can be in any such plan, none goes without:
-            `without_graph` does so in the end, where nothing is gained.
+            and of generated code with tensor parallelism.
+        lists_plain: whether a mesh that may be one or not is listed both ways. Else it has a graph, and the same mesh
+            without enters when that has been priced and may lack memory; see `without_graph`.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -102,12 +103,18 @@ class SearchSpace:
     wraps_head: bool = False
     keeps_attention: tuple[bool, ...] = (False,)
     cuda_graph: Captures = Captures()
+    lists_plain: bool = False
     why_uncut: str = ""
     n_devices_joined: int | None = None
 
     def graphs_of(self, *, tp: int, is_own: bool) -> tuple[bool, ...]:
         """Whether passes may, or must, be a CUDA graph; `is_own`: of the user's own classes."""
         return self.cuda_graph.own if is_own else self.cuda_graph.generated if tp == 1 else self.cuda_graph.shards
+
+    @property
+    def plain_enters(self) -> bool:
+        """Whether meshes without a CUDA graph enter the search later; see `lists_plain`."""
+        return not self.lists_plain and any(len(graphs) > 1 for graphs in self.cuda_graph)
 
     @property
     def may_keep_attention(self) -> bool:
@@ -317,10 +324,11 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
 def graphs_of_schedule(
     space: SearchSpace, options: Options, *, tp: int, is_own: bool, schedule: str
 ) -> tuple[bool, ...]:
-    """Whether passes may, or must, be a CUDA graph; not where the backward pass is split, which nobody tried."""
+    """Whether listed meshes have passes as a CUDA graph; not where the backward pass is split, which nobody tried."""
     if splits_backward(schedule):
         return () if fixed(options, "cuda_graph") == "on" else (False,)
-    return space.graphs_of(tp=tp, is_own=is_own)
+    graphs = space.graphs_of(tp=tp, is_own=is_own)
+    return graphs if len(graphs) < 2 or space.lists_plain else (True,)
 
 
 def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compiles: bool) -> bool:

@@ -24,6 +24,8 @@ def one_device(space: SearchSpace, options: Options, *, price: Price, is_late: C
     if space.n_devices == 1 or space.uses_all_devices:
         return None
     meshes = list(meshes_of(space, replace(options, fix=()), tp=1, pp=1, dp=1))
+    if space.plain_enters:
+        meshes += [replace(mesh, cuda_graph=False) for mesh in meshes if mesh.cuda_graph]
     meshes += [twin_of(mesh) for mesh in meshes if has_twin(mesh)] if space.may_keep_attention else []
     if not meshes:
         return None

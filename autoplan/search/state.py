@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
@@ -44,6 +44,7 @@ class SearchState:
     rejections: dict[int, Rejection] = field(default_factory=dict)
     beyond_s: dict[int, float] = field(default_factory=dict)  # bound by arithmetic of the meshes beyond the space
     may_keep_attention: bool = False  # whether meshes have twins; see `twins`
+    plain_enters: bool = False  # whether meshes without a CUDA graph enter where memory may lack; see `without_graph`
     twins: dict[int, int] = field(default_factory=dict)  # index of a mesh -> that of its twin, where it has entered
     mesh_of_twin: dict[int, int] = field(default_factory=dict)  # and the other way
     agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `_agree_on_sizes`, per index
@@ -76,6 +77,11 @@ class SearchState:
         self.mesh_of_twin[twin] = index
         self.meshes.append(twin_of(self.meshes[index]))
         return twin
+
+    def add_plain(self, index: int) -> int:
+        """Let a mesh without its CUDA graph be one of the space."""
+        self.meshes.append(replace(self.meshes[index], cuda_graph=False))
+        return len(self.meshes) - 1
 
     def index_of(self, mesh: Mesh) -> int | None:
         """Where a mesh stands in the enumeration; most others have another dp, and are not compared any further."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from autoplan.analysis.attention_kernel import scattered_masks
-from autoplan.analysis.captured import may_recompute_captured, why_uncaptured
+from autoplan.analysis.captured import why_uncaptured
 from autoplan.analysis.executions import execution_of
 from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.analysis.uncompiled import why_uncompiled
@@ -123,8 +123,7 @@ def _schedule(options: Options) -> str:
 def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> Captures:
     """Whether passes may, or must, be a CUDA graph.
 
-    It is as fixed. Else they are one where they can be. Where blocks cannot be recomputed in one, plans may also do
-    without.
+    It is as fixed. Else, where they can be, plans have one or do without, since it needs more memory.
 
     Raises: UsageError when a graph is asked for and cannot be.
     """
@@ -152,7 +151,7 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> Capt
             if found == of_own != of_generated and not graph.has_own_gradients
             else "leave cuda_graph out",
         )
-    either = (wanted == "on",) if wanted else (True,) if may_recompute_captured(graph) else (True, False)
+    either = (wanted == "on",) if wanted else (True, False)
     none = () if wanted == "on" else (False,)
     return Captures(*(none if why else either for why in (of_own, of_generated, of_shards)))
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autoplan.analysis.captured import may_recompute_captured
 from autoplan.analysis.head_group import head_group
 from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.answers.intervals import memory_margin
@@ -96,6 +97,7 @@ def priced_space(
         why_uncut=why_uncut(graph),
         keeps_attention=attention_choices(graph, options, device=hardware.device),
         cuda_graph=captures,
+        lists_plain=not may_recompute_captured(graph),
     )
     pricers = {
         size: make_pricer(

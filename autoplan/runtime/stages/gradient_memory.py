@@ -2,8 +2,8 @@
 
 `fully_shard` reduces on a stream of its own and allocates there what it reduces into. torch's allocator keeps the
 memory of each stream apart: room that one has freed becomes room of another by giving it back to the device, for which
-it waits. A step that is short of memory would do so twice, and nobody can while a CUDA graph is captured: it would
-take the most that passes need and all gradients besides.
+it waits. A step that is short of memory would wait so again and again; while a CUDA graph is captured nobody can, and
+it would take the most that passes need and all gradients besides.
 
     memory of a step     passes | gradients        passes and gradients
                          two streams               one stream
@@ -22,7 +22,7 @@ from .grad_compression import parameter_groups
 
 
 def keep_gradients_on(stream: torch.cuda.Stream, modules: Iterable[FSDPModule], *, config: Config) -> None:
-    """Let reductions of these modules write into memory of `stream`, on which all their passes must run.
+    """Let reductions of these modules write into memory of `stream`; of passes on another one they do as by themselves.
 
     Only what stays as the gradient may lie there: when it is freed, the step has waited for the reduction. What is
     added to another and freed at once stays on the stream that adds. So do the sums that replicas of shards make of
@@ -52,6 +52,8 @@ class _Reduction:
         """
         is_first = torch.cuda.current_stream(device) == self._stream
         is_kept = not is_first and self._is_begun and all(map(_becomes_gradient(dtype), self._parameters))
+        # What is allocated is filled then, on the stream whose memory it is, which nothing here waits for.
+        is_kept &= not torch.are_deterministic_algorithms_enabled()
         self._is_begun = is_first
         with torch.cuda.stream(self._stream if is_kept else None):
             allocated: torch.Tensor = self._reduction.allocate(size, dtype=dtype, device=device)
@@ -62,5 +64,13 @@ class _Reduction:
 
 
 def _becomes_gradient(dtype: torch.dtype) -> Callable[[Any], bool]:
-    """Whether a reduced gradient of this dtype is that of a parameter, and not added to one or cast to another."""
-    return lambda parameter: parameter.sharded_param.grad is None and parameter.sharded_param.dtype == dtype
+    """Whether a reduced gradient of this dtype is that of a parameter, and not added to one, cast to another or, as a
+    hook of the user's may, freed while the step has not waited for it.
+    """
+
+    def becomes(held: Any) -> bool:
+        parameter = held.sharded_param
+        has_hooks = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        return parameter.grad is None and parameter.dtype == dtype and not has_hooks
+
+    return becomes

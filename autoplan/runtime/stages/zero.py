@@ -23,7 +23,7 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ from .grad_compression import PowerSGD, compress_reductions, sharded_axes
 from .packing import pack_at_once
 
 
-def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> PowerSGD | None:
+def apply_zero(root: nn.Module, *, blocks: Sequence[str], mesh: DeviceMesh, config: Config) -> PowerSGD | None:
     """Divide the parameters of `root` over `mesh`, one group per block and one for the rest.
 
     It returns what compressed reductions remember from step to step.
@@ -67,17 +67,23 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     # None: free the group of the rest after backward, not between forward and backward.
     fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
     if config.zero_stage >= 2:
-        _free_before_head(root, blocks)
+        _free_before_last_block(root, blocks)
     return compress_reductions(root, mesh=mesh, config=config)
 
 
-def _free_before_head(root: nn.Module, blocks: Iterable[str]) -> None:
-    """See `free_reduced_gradients`; where there are no blocks, before the loss."""
-    *_, last = ("", *blocks)
-    if last:
-        root.get_submodule(last).register_forward_pre_hook(lambda *_: free_reduced_gradients(root))
+def _free_before_last_block(root: nn.Module, blocks: Sequence[str]) -> None:
+    """See `free_reduced_gradients`; where there are no blocks, before the loss. Not when a checkpoint of the user's own
+    calls the block again, in backward: there it would wait for what has just begun.
+    """
+
+    def free(*_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            free_reduced_gradients(root)
+
+    if blocks:
+        root.get_submodule(blocks[-1]).register_forward_pre_hook(free)
     else:
-        root.register_forward_hook(lambda *_: free_reduced_gradients(root))
+        root.register_forward_hook(free)
 
 
 def _refuse_changed_lists(block: nn.Module) -> None:

@@ -128,7 +128,8 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.label_smoothing > 0.0:
             probabilities -= ctx.label_smoothing / ctx.vocabulary
         # What torch.compile makes of it narrows the product in the same pass, but not into `out` of another dtype.
-        out = None if torch.compiler.is_compiling() else torch.empty_like(logits)
+        is_wide = probabilities.dtype == logits.dtype
+        out = None if torch.compiler.is_compiling() else probabilities if is_wide else torch.empty_like(logits)
         logits_gradient = torch.mul(probabilities, gradient.masked_fill(is_ignored, 0.0).unsqueeze(-1), out=out)
         logits_gradient[..., ctx.n_real_columns :] = 0.0
         return logits_gradient.to(logits.dtype), None, None, None, None, None
