@@ -475,14 +475,15 @@ def test_random_batches_are_drawn_for_each_step_or_a_few_repeated():
         drawn(n_different=0)
 
 
-def test_a_step_on_a_gpu_waits_for_the_copy_of_the_next_batch_only_at_its_end(monkeypatch):
+def test_a_step_on_a_gpu_waits_for_the_copy_of_the_next_batch_only_at_its_end_and_counts_its_own_retries(monkeypatch):
     order = []
     stream = SimpleNamespace(synchronize=lambda: order.append("own stream"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("all streams"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     peaks = {f"{name}_bytes": {"all": {"peak": 1}} for name in ("allocated", "reserved")}
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: peaks)
+    stats = lambda device: peaks | {"num_alloc_retries": 3 + 2 * order.count("step")}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     model = SimpleNamespace(
         mesh=SimpleNamespace(device=torch.device("cuda")),
         config=SimpleNamespace(global_batch_size=1, n_ranks=1),
@@ -492,5 +493,6 @@ def test_a_step_on_a_gpu_waits_for_the_copy_of_the_next_batch_only_at_its_end(mo
         loss_scale=None,
         was_updated=True,
     )
-    timed_step(model, None, 0)
+    record = timed_step(model, None, 0)
     assert order == ["own stream", "step", "all streams"]
+    assert record.n_retries_for_memory == 2

@@ -23,8 +23,8 @@ from autoplan.graph import DIFFERS_SHARDED, FAILS_SHARDED, N_ADAM_STATES, WHOLE_
 from autoplan.user_errors import USERS_ERRORS, users_place, what_failed
 
 WIDTH, N_STEPS, N_RANKS = 8, 2, 2
-# Of the largest update: Muon multiplies in bf16, and shards of 9 to 65 rows came out up to 3.5 % otherwise than the whole
-# (two processes, torch 2.13); an update of other norms is off by a third.
+# Of the largest update: Muon multiplies in bf16, and shards of 9 to 65 rows came out up to 3.5 % otherwise than the
+# whole (two processes, torch 2.13); an update of other norms is off by a third.
 ROUNDING = 0.1
 
 
