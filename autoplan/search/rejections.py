@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh
 from autoplan.search.one_mesh import faster_than, least_memory
@@ -38,18 +40,33 @@ def slow(mesh: Mesh, bound_s: float) -> Rejection:
 def explain_memory(state: SearchState) -> None:
     """When nothing fits, say of the closest meshes which stage lacks how much.
 
-    They are taken in the order of the least that they lack, until no other can lack less than one of them does. With a
-    margin nothing is said: what is short of memory is told of the whole device.
+    They are taken in the order of the least that they lack, until no other can lack less than one of them does. Those
+    with a CUDA graph need more than the same without. With a margin nothing is said: what is short of memory is told of
+    the whole device.
     """
     if state.plans or state.stopped:
         return
-    short = ((item.short_bytes, index) for index, item in state.rejections.items() if item.short_bytes is not None)
+    short = sorted(
+        (item.short_bytes, index)
+        for index, item in state.rejections.items()
+        if item.short_bytes is not None and not state.meshes[index].cuda_graph
+    )
     least = INFINITY
-    for short_bytes, index in sorted(short)[:N_CLOSEST]:
+    for short_bytes, index in short[:N_CLOSEST]:
         if short_bytes >= least or state.is_late() or state.table(state.meshes[index]).memory_margin:
-            return
+            break
         _explain_shortage(state, index)
         least = min(least, state.rejections[index].short_bytes or 0)
+    _explain_graphs(state)
+
+
+def _explain_graphs(state: SearchState) -> None:
+    """Say of meshes with a CUDA graph what was said of the same without, which need no more."""
+    said = {item.mesh: item for item in state.rejections.values() if item.stage is not None}
+    for index, item in state.rejections.items():
+        plain = said.get(replace(item.mesh, cuda_graph=False))
+        if item.mesh.cuda_graph and plain is not None:
+            state.rejections[index] = replace(plain, mesh=item.mesh)
 
 
 def _explain_shortage(state: SearchState, index: int) -> None:

@@ -41,6 +41,10 @@ def _share(row: WhatIfRow) -> str:
     return "no plan" if row.exposed_share is None else f"{row.exposed_share:.0%}"
 
 
+def _waits(row: WhatIfRow) -> str:
+    return "no plan" if row.exposed_share is None else f"{_share(row)} of the time waits for communication"
+
+
 def _idle(row: WhatIfRow) -> str:
     return f", {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
 
@@ -197,7 +201,7 @@ def raise_batch(facts: Facts) -> Advice:
         f"raise the batch, or accumulate gradients, to {enough} samples a step first"
         if enough
         else "run independent trainings on parts of the host; a larger batch does not help",
-        f"{_share(facts.host)} of the time waits for communication at batch {facts.host.global_batch}"
+        f"{_waits(facts.host)} at batch {facts.host.global_batch}"
         + _idle(facts.host)
         + (f"; {until}" if facts.batches else ""),
     )
@@ -220,7 +224,7 @@ def data_parallel(facts: Facts) -> Advice:
         "no plan on one device or on the host"
         if share is None
         else f"{facts.host.n_devices} devices are {share * facts.host.n_devices:.2f} times as fast as one "
-        f"(efficiency {share:.0%}), {_share(facts.host)} of the time waits for communication{_idle(facts.host)}",
+        f"(efficiency {share:.0%}), {_waits(facts.host)}{_idle(facts.host)}",
     )
 
 

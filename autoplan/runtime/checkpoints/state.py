@@ -234,7 +234,7 @@ def restored_groups(model: ParallelModel, saved: Iterable[Mapping[str, Any]]) ->
         kept = {key: value for key, value in group.items() if key != "params"}
         if found:
             saved_options = {key: value for key, value in found[0].items() if key not in _OF_THE_MACHINE}
-            kept |= {key: _from_json(value, kept.get(key)) for key, value in saved_options.items()}
+            kept |= {key: _from_json(key, value, kept.get(key)) for key, value in saved_options.items()}
         start = sum(len(previous["params"]) for previous in groups)
         groups.append({**kept, "params": list(range(start, start + len(group["params"])))})
     return groups
@@ -250,8 +250,13 @@ def _as_json(key: str, value: Any) -> Any:
     raise CheckpointError(f"the optimizer's option {key}: found a {type(value).__name__}, expected a number or text")
 
 
-def _from_json(value: Any, current: Any) -> Any:
+def _from_json(key: str, value: Any, current: Any) -> Any:
     """A saved option in the form that the optimizer has it in now."""
+    if current is not None and value is not None and isinstance(current, tuple | list) != isinstance(value, list):
+        raise RankCheckpointError(
+            f"the optimizer's option {key}: found {value}, expected something like {current}\n"
+            "  fix: the optimizer that it was saved with, or --init-from for the weights alone"
+        )
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value
