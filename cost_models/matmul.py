@@ -129,13 +129,13 @@ def _weight_bytes(call: LocalCall) -> int:
 # Times that padding goes over the gradient of the logits at the rate of a copy: it is copied into zeros, from rows that
 # start at odd bytes. H200, torch 2.11, what product and loss leave of the heads of GPT-2 XL and BERT-large: 8.0 and
 # 8.4, 6.9 where blocks and loss are compiled (benchmarks/results/profile_h200_x2_2026-11-26_own_blocks.jsonl).
-_GRADIENT_PASSES = 7.5
+_GRADIENT_PASSES_fit = 7.5
 
 
 def _padding_bytes(call: LocalCall) -> tuple[float, float]:
     """Of a copy of the weight with padding, and of one of the gradient of the logits."""
     size = call.batch_size, call.precision
-    return 2.0 * call.operands[1].n_bytes(*size), _GRADIENT_PASSES * call.results[0].n_bytes(*size)
+    return 2.0 * call.operands[1].n_bytes(*size), _GRADIENT_PASSES_fit * call.results[0].n_bytes(*size)
 
 
 _LINEAR = _product(_linear, saves=(0, 1), linear_in=(0,))

@@ -33,7 +33,7 @@ def keep_gradients_on(stream: torch.cuda.Stream, modules: Iterable[FSDPModule], 
         return
     for module in modules:
         groups = parameter_groups(module)
-        if len(groups) == 1 and hasattr(groups[0], "_reduce_scatter_comm"):
+        if len(groups) == 1:
             reduction: Any = _Reduction(groups[0]._reduce_scatter_comm, groups[0].fsdp_params, stream)
             module.set_custom_reduce_scatter(reduction)
 
