@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 SCHEMA_VERSION = 1
 ZERO_STAGES = (0, 1, 2, 3)
@@ -111,6 +112,11 @@ class Mesh:
     def all_shares(self) -> tuple[BatchShare, ...]:
         """The shares of the batch; one where all ranks take the same."""
         return self.shares or (BatchShare(self.dp, self.micro_batch_size, self.n_micro_batches),)
+
+    @property
+    def pipeline_rank_bounds(self) -> list[int]:
+        """Where the ranks of each pipeline rank, or share of the batch, begin; at last, how many there are."""
+        return [0, *accumulate(share.dp * self.tp for share in self.all_shares * self.pp)]
 
     def of_share(self, index: int) -> Mesh:
         """The mesh with the data-parallel ranks of one share alone."""

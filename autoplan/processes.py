@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+Start = Callable[[Sequence[str], Path], int]  # of a command in a folder; its exit code
 
 
 def start_process(command: Sequence[str], folder: Path | None = None) -> int:

@@ -39,11 +39,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
-from program_runs import Run, import_once
+from program_runs import RANKS_PER_GPU, Run, import_once
 
 HERE = Path(__file__).resolve().parent
 N_WARM_UP = 4
@@ -175,7 +176,7 @@ def run(folder: Path, results: Path, links: str = "nvlink", seconds: str = "inf"
     import torch
 
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
-    free, running = list(range(len(found))), []
+    free, running = list(range(len(found))) * RANKS_PER_GPU, []
     known = {(row["links"], row["case"]) for row in read(results) if not row["exit_code"]}
     waiting = [case for case in cases() if case.links == links and (links, case.name) not in known]
     waiting = [case for case in waiting if case.devices <= len(free) and (folder / case.folder / "train.py").exists()]
@@ -235,8 +236,28 @@ def predictions(results: list[Path], profile: str, hardware: Path) -> Iterator[t
             other = HARDWARE if hardware.is_dir() else hardware.name
             name = next((str(found) for found in links if found.exists()), other)
             plan = plan_from_dict(row["plan"], where=case.name)
-            asked = as_it_ran(problem(case, name, profile=file), case, plan)
-            yield row, api.score(asked, as_traced(plan, asked.graph)).best
+            with nullcontext() if row.get("takes_16_bits") else widened_losses():
+                asked = as_it_ran(problem(case, name, profile=file), case, plan)
+                best = api.score(asked, as_traced(plan, asked.graph)).best
+            yield row, best
+
+
+@contextmanager
+def widened_losses() -> Iterator[None]:
+    """Price as programs were until 2026-11-29: a loss that is split over classes was given logits in float32."""
+    from autoplan.cost_models.loss import RULES
+
+    name = "aten.cross_entropy_loss.default"
+    rule = RULES[name]
+
+    def kept_bytes(call) -> int:
+        return rule.extra_saved_bytes(replace(call, whole_operands=call.operands))
+
+    with ExitStack() as as_before:
+        as_before.enter_context(mock.patch.dict(RULES, {name: replace(rule, extra_saved_bytes=kept_bytes)}))
+        for module in ("cost.local_segment", "codegen.loss"):
+            as_before.enter_context(mock.patch(f"autoplan.{module}.takes_16_bits", lambda *_: False))
+        yield
 
 
 @contextmanager

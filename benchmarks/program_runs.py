@@ -3,6 +3,9 @@
 Needs torch only. `TRAIN_OPTIONS` of the environment are given to every `train.py`. With `LIMIT_MEMORY=1` the allocator
 of each rank has as much as the plan says that it needs (rows then hold `limit_bytes_per_rank`), and no more; with
 `LIMIT_MEMORY=1.05`, 5 % more.
+
+With `RANKS_PER_GPU=4` a GPU takes up to four ranks, each a host of its own to NCCL, which sends over sockets. What they
+compute and hold is what it would be on GPUs of their own; how long they take is not.
 """
 
 import json
@@ -11,7 +14,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +22,8 @@ N_STEPS = 12
 N_BATCHES = 4  # different ones, drawn before
 PATIENCE_S = 150
 N_LAST_CHARACTERS = 6000  # of what a program said that failed
+OPTIONS = ("--steps", str(N_STEPS), "--repeat-batches", str(N_BATCHES))
+RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))
 FIRST_PORT = 29600
 
 
@@ -63,8 +68,21 @@ class Run:
 
     n_started = 0
 
-    def __init__(self, case: Planned, folder: Path, devices: list[int], *, before: Callable[[], None] | None = None):
-        """`before` is called in each process, ahead of the program."""
+    def __init__(
+        self,
+        case: Planned,
+        folder: Path,
+        devices: list[int],
+        *,
+        before: Callable[[], None] | None = None,
+        options: Sequence[str] = OPTIONS,
+        alone: int | None = None,
+    ):
+        """`before` is called in each process, ahead of the program, which is given `options`.
+
+        `alone` is the only rank that runs (`train.py --alone`).
+        """
+        self.options, self.alone = options, alone
         self.case, self.folder, self.devices, self.before = case, folder, devices, before
         self.started_s = time.perf_counter()
         self.codes: dict[int, int | None] = {}
@@ -74,7 +92,8 @@ class Run:
         port = FIRST_PORT + Run.n_started
         Run.n_started += 1
         (folder / "measured.json").unlink(missing_ok=True)
-        for rank in range(case.devices):
+        self.ranks = range(case.devices) if alone is None else range(alone, alone + 1)
+        for rank in self.ranks:
             self.codes[self._fork(rank, port)] = None
 
     def _fork(self, rank: int, port: int) -> int:
@@ -87,19 +106,23 @@ class Run:
             log = os.open(f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.case.devices, "MASTER_PORT": port}
-            ranks |= {"LOCAL_WORLD_SIZE": self.case.devices, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-            os.environ |= {key: str(value) for key, value in ranks.items()}
+            is_shared = RANKS_PER_GPU > 1 or self.alone is not None
+            local_rank, n_local = (0, 1) if is_shared else (rank, self.case.devices)
+            ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": self.case.devices, "MASTER_PORT": port}
+            ranks |= {"LOCAL_WORLD_SIZE": n_local, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+            if self.alone is None:
+                os.environ |= {key: str(value) for key, value in ranks.items()}
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+            if RANKS_PER_GPU > 1:
+                own = {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+                os.environ |= own | {"CUDA_VISIBLE_DEVICES": str(self.devices[rank])}
             if self.limits_bytes:
-                limit_memory(rank, self.limits_bytes[rank])
+                limit_memory(local_rank, self.limits_bytes[rank])
             sys.path[0] = str(self.folder)
             sys.argv = [
                 "train.py",
-                "--steps",
-                str(N_STEPS),
-                "--repeat-batches",
-                str(N_BATCHES),
+                *self.options,
+                *([] if self.alone is None else ["--alone", str(rank)]),
                 "--out-json",
                 "measured.json",
                 *os.environ.get("TRAIN_OPTIONS", "").split(),
@@ -136,9 +159,11 @@ class Run:
         code = next((code for code in self.codes.values() if code), 0)
         row = {"case": self.case.name, "links": self.case.links, "exit_code": code, "plan": self.best["plan"]}
         row["run_s"] = time.perf_counter() - self.started_s
+        generated = self.folder / "parallel_model.py"
+        row["takes_16_bits"] = generated.exists() and "@takes_16_bits" in generated.read_text()
         if self.limits_bytes:
             row["limit_bytes_per_rank"] = self.limits_bytes
         if code == 0:
             return row | json.loads((self.folder / "measured.json").read_text())
-        logs = [(self.folder / f"rank_{rank}.log").read_text() for rank in range(self.case.devices)]
+        logs = [(self.folder / f"rank_{rank}.log").read_text() for rank in self.ranks]
         return row | {"error": max(logs, key=len)[-N_LAST_CHARACTERS:]}

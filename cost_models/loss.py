@@ -68,8 +68,15 @@ def _points(op: Op, operands: Specs, batch_size: int) -> int:
 
 
 def _log_probabilities(call: LocalCall) -> int:
-    """Cross-entropy keeps its log-softmax, as large as the logits."""
-    return call.operands[0].n_elements(call.batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[call.precision]]
+    """Cross-entropy keeps its log-softmax, as large as the logits.
+
+    Split over the classes it keeps the logits themselves, in the precision of the plan. What backward has beside them,
+    a tensor in float32 and the gradient in that precision, is as large as the gradient in float32 and the kept are.
+    """
+    logits, whole = call.operands[0], call.whole_operands[0]
+    is_split = logits.shape[-1] != whole.shape[-1]
+    precision = call.plan_precision if is_split else call.precision
+    return logits.n_elements(call.batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[precision]]
 
 
 def _of_elements(position: int) -> OpRule:

@@ -58,6 +58,7 @@ FILE_PLACES = (
     "autoplan/tracing/hugging_face.py",  # reads a configuration, writes the model file that stands for it
     "autoplan/measuring_program/",
     "autoplan/measure_hardware/",  # NCCL's log, and the hardware profile
+    "autoplan/output/alone.py",
     "autoplan/output/verify.py",
     "autoplan/runtime/",
     "autoplan/solver/solve.py",  # the null device, which takes what the solver prints

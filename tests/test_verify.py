@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from autoplan.answers.answer import Answer, allocated_interval_bytes, step_interval_s
-from autoplan.errors import InputError, MeasureError, ToleranceError
+from autoplan.errors import InputError, MeasureError, ToleranceError, UsageError
 from autoplan.files import write_folder
 from autoplan.output.folder import report_files
 from autoplan.output.verify import (
@@ -246,6 +246,46 @@ def test_a_machine_without_the_planned_gpus_is_refused_before_the_program_runs(
     with pytest.raises(MeasureError, match="found 3 GPUs(.|\n)*expected: 4(.|\n)*--device cpu"):
         verify_folder(folder, n_steps=3, device="cuda", start=start)
     assert seen == []
+
+
+def _rank_alone(seen: list[list[str]], *, code: int = 0):
+    """Stands for `train.py --alone RANK`, which reports what it has as that of all ranks."""
+
+    def start(command, cwd: Path) -> int:
+        seen.append(command)
+        if code:
+            return code
+        rank = int(command[command.index("--alone") + 1])
+        sizes = {f"peak_{name}_bytes_per_rank": [(4 + rank) * GiB] * 4 for name in ("allocated", "reserved")}
+        report = {"device": "Toy 1T", "torch_version": "2.13", "steps": [{"step": 0, "step_s": 9.0}], **sizes}
+        Path(command[command.index("--out-json") + 1]).write_text(json.dumps(report))
+        return 0
+
+    return start
+
+
+def test_one_gpu_shows_the_memory_of_a_rank_of_each_stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    seen: list[list[str]] = []
+    found = verify_folder(folder, n_steps=3, device="cuda", is_alone=True, start=_rank_alone(seen))
+    assert [command[command.index("--alone") + 1] for command in seen] == ["0", "2"]
+    assert all("torch.distributed.run" not in " ".join(command) for command in seen)
+    allocated = [item for item in found.comparisons if item.what.startswith(ALLOCATED)]
+    assert [(item.predicted, item.measured) for item in allocated] == [(4 * GiB, 4 * GiB), (7 * GiB, 6 * GiB)]
+    assert allocated[0].is_inside and found.within_interval is False
+    assert found.measured_step_s is None and found.details["peak_allocated_bytes_per_rank"] == [
+        4 * GiB, None, 6 * GiB, None
+    ]  # fmt: skip
+    text = verification_text(found)
+    assert "0, 2 of 4" in text and "Alone a rank sends nothing" in text
+    assert json.dumps(asdict(found))
+
+
+def test_a_rank_alone_needs_a_gpu_and_says_so_where_it_does_not_fit(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--device cuda"):
+        verify_folder(folder, n_steps=3, device="cpu", is_alone=True, start=_rank_alone([]))
+    with pytest.raises(MeasureError, match="--alone 0 ended with exit code 1"):
+        verify_folder(folder, n_steps=3, device="cuda", is_alone=True, start=_rank_alone([], code=1))
 
 
 def test_changed_program_is_refused_before_it_runs(folder: Path) -> None:

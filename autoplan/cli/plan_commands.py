@@ -211,12 +211,16 @@ def explain_command(
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--steps", "n_steps", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--alone", "is_alone", is_flag=True, help="With --device cuda: one rank of each stage, on one GPU.")
 @output_option
-def verify_command(folder: Path, n_steps: int, device: str, output_format: str) -> None:
-    """Run the program of DIR (this runs its code): parity with one process on CPU, the prediction on CUDA."""
+def verify_command(folder: Path, n_steps: int, device: str, is_alone: bool, output_format: str) -> None:
+    """Run the program of DIR (this runs its code): parity with one process on CPU, the prediction on CUDA.
+
+    With --alone, one GPU of those planned for shows whether the memory of each stage is as predicted.
+    """
     from autoplan.output.verify import outside_text, verification_text, verify_folder
 
-    found = verify_folder(folder, n_steps=n_steps, device=device, progress=tell)
+    found = verify_folder(folder, n_steps=n_steps, device=device, is_alone=is_alone, progress=tell)
     print_result(json_text(asdict(found)) if output_format == "json" else verification_text(found))
     if found.within_interval is False:
         raise ToleranceError(f"{folder}: outside of what was predicted: {outside_text(found)}")

@@ -8,6 +8,7 @@ from autoplan.codegen.lines import Line, Wish
 from autoplan.codegen.text import INDENT, indented, quoted
 from autoplan.codegen.writer import Writer
 from autoplan.graph import LOSS_PATH, Input
+from autoplan.tensor_parallel.narrow_loss import takes_16_bits
 
 
 def loss_function(writer: Writer) -> str:
@@ -18,7 +19,12 @@ def loss_function(writer: Writer) -> str:
     outputs = graph.model_outputs
     kind = "tuple[torch.Tensor, ...]" if len(outputs) > 1 else "torch.Tensor"
     arguments = [f"outputs: {kind}", f"targets: {_targets_type(graph.inputs)}", "tp: ProcessGroup | None"]
+    layouts = writer.layouts_of(last)
+    is_narrow = takes_16_bits(graph, ops, layouts.strategies, writer.context.rules)
+    if is_narrow:
+        writer.context.imports.add(("vocabulary", takes_16_bits.__name__))
     opening = [
+        *([f"@{takes_16_bits.__name__}"] if is_narrow else []),
         *bracket("def loss_fn(", arguments, ") -> torch.Tensor:", 0),
         f'{INDENT}"""The loss of one micro-batch, the same on every tensor-parallel rank."""',
     ]
@@ -29,7 +35,6 @@ def loss_function(writer: Writer) -> str:
     if len(outputs) > 1:
         wishes = tuple(Wish((writer.context.names.argument([name]),)) for name in outputs)
         body.lines.append(Line(template="outputs", makes=tuple((name, "") for name in outputs), wishes=wishes))
-    layouts = writer.layouts_of(last)
     leaving = {graph.loss: layouts.leaves_as[graph.loss]} if graph.loss in layouts.leaves_as else {}
     add_ops(body, ops, layouts=layouts, leaving=leaving)
     known = {item.name: _target_text(item) for item in graph.inputs if item.path[0] == "targets"}

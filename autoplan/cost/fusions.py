@@ -7,7 +7,8 @@ after another before it.
 
 What backward needs of a fusion is computed again inside its kernel, as far as it follows from what is kept anyway. Of
 any other tensor the smaller is kept: itself, or what it is computed from. Of a result of the segment whose derivative
-is one of two values, as that of relu, it is kept which, in a byte per element.
+is one of two values, as that of relu, it is kept which, in a byte per element. What tensor parallelism makes of a value
+for another kernel is kept in place of it, as it is not made again.
 """
 
 from __future__ import annotations
@@ -76,11 +77,14 @@ def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment) -
     flow = _Dataflow(context, segment, local)
     kept, masked = flow.kept()
     n_holders = {tensor.root: tensor.n_holders for tensor in local.kept}
+    copies = [tensor for tensor in local.kept if tensor.copy_of and not tensor.is_weight]
+    replaced = {flow.root(tensor.copy_of) for tensor in copies} - set(n_holders)
     return FusedSegment(
         fusions=flow.fusions(kept, masked),
         single=flow.single,
         kept=(
-            *((flow.spec(name), n_holders.get(name, 1)) for name in kept),
+            *((flow.spec(name), n_holders.get(name, 1)) for name in kept if name not in replaced),
+            *((tensor.spec, tensor.n_holders) for tensor in copies),
             *((flow.mask(name), 1) for name in masked),
         ),
         additions=tuple(flow.additions()),

@@ -18,6 +18,7 @@ from autoplan.layout import Layout, R, V, local_spec
 from autoplan.rules import OpRule, Strategy, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
+AS = " as "  # between a value and the layout that a copy of it has
 N_INSIDE = 2  # such as the mean and the deviation of a norm
 
 
@@ -28,7 +29,8 @@ class KeptTensor:
     `piece` is "" where it is all of the root's memory, else a name that views of the same piece of it share.
     `is_weight` says that it is a parameter, gathered for the op. `first` is the place, among the ops of the segment, of
     the first that keeps it: it is free when that is done backward. `n_holders` segments of this kind keep it;
-    `is_handed_on` says that the one that made it does too.
+    `is_handed_on` says that the one that made it does too. `copy_of` is the value of which it is a copy in another
+    layout, if it is one.
     """
 
     root: str
@@ -40,6 +42,7 @@ class KeptTensor:
     first: int = 0
     n_holders: int = 1
     is_handed_on: bool = False
+    copy_of: str = ""
 
     def n_bytes(self, batch_size: int) -> int:
         """Of one micro-batch."""
@@ -75,6 +78,7 @@ def kept_tensors(
                     first=first,
                     n_holders=common.get(memory, 1),
                     is_handed_on=memory in made_before,
+                    copy_of=memory.partition(AS)[0] if AS in memory else "",
                 )
     return tuple(found.values())
 
@@ -141,7 +145,7 @@ def _memory_of(name: str, layout: Layout, *, layouts: SegmentLayouts, memories: 
     """
     produced = layouts.produced.get(name, layout)
     is_same = layout == produced or {layout, produced} == {R, V}
-    return memories.get(name, name) if is_same else f"{name} as {R if layout == V else layout}"
+    return memories.get(name, name) if is_same else f"{name}{AS}{R if layout == V else layout}"
 
 
 def _pieces(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, Argument, Op, OpGraph, PerSample, Ref, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
+from autoplan.tensor_parallel.narrow_loss import takes_16_bits
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
 PERMUTATIONS = ("aten.transpose.int", "aten.permute.default")
@@ -350,6 +351,8 @@ def _weight_elements(ops: Sequence[Op], weights: Sequence[tuple[str, int]]) -> t
 def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> Specs:
     ops = context.graph.ops_of(segment)
     if not ops or ops[-1].module_path != LOSS_PATH or context.precision_of(ops[-1]) == context.precision:
+        return ()
+    if takes_16_bits(context.graph, ops, layouts.strategies, context.rules):
         return ()
     return tuple(
         local_spec(context.facts.specs[name], layouts.produced.get(name, R), context.degree)

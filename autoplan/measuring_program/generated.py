@@ -4,7 +4,6 @@ What is measured compiled is compiled as `runtime.stages.compiled` does it: the 
 all run the same compiled code, and the loss function. Compiling itself is over before anything is timed.
 """
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,11 +72,7 @@ def _loss(
     calls: Any = importlib.import_module("runtime.input_pipeline.model_calls")
     tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
     targets = _structure([(d["path"], _input(d, batch_size, dtype, device)) for d in region["targets"]])
-
-    def loss_fn(outputs: Any, targets: Any) -> Any:
-        return generated.loss_fn(outputs, targets, tp)
-
-    loss_of = functools.partial(calls.loss_of, loss_fn)
+    loss_of = calls.generated_loss(generated.loss_fn, tp)
     loss_of = loss_of if compiled is None else compiled(loss_of)
     return lambda outputs: loss_of(outputs, targets)
 

@@ -8,6 +8,9 @@ reads what it measured, and compares:
     components   of the rank that the others waited for, as the estimate is that of the slowest rank; see `_COMPONENTS`
 
 Step and allocated memory have a predicted interval and are judged by it.
+
+Where there is one device of those planned for, one rank of each stage runs by itself (`train.py --alone`), and shows
+the memory of training before the others are there.
 """
 
 from __future__ import annotations
@@ -18,21 +21,20 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from autoplan.answers.answer import Answer, allocated_interval_bytes, interval_source, step_interval_s
 from autoplan.answers.intervals import is_inside
-from autoplan.errors import InputError, MeasureError, ToleranceError
+from autoplan.errors import InputError, MeasureError, ToleranceError, UsageError
+from autoplan.output.alone import run_alone
 from autoplan.output.folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
 from autoplan.plain_text import WIDTH, text_table
-from autoplan.processes import start_process
+from autoplan.processes import Start, start_process
 from autoplan.units import format_bytes, format_seconds
-
-Start = Callable[[Sequence[str], Path], int]
 
 STEP, PROFILED_STEP = "step", "profiled step"
 ALLOCATED, RESERVED, NEEDED = "allocated", "reserved", "needed"
@@ -67,6 +69,10 @@ N_BEFORE_REPLAYS = 3  # steps of a program with a CUDA graph: two as they come, 
 COMPONENTS_NOTE = (
     "Kernels of recomputation cannot be told from others, nor a late transfer from a bubble. Compute slowed by "
     "communication is predicted as exposed and measured as compute. Idle beyond launch is any wait for the host."
+)
+ALONE_NOTE = (
+    "Alone a rank sends nothing. What training holds is as among others; communicators are not there, nor what a step "
+    "takes."
 )
 
 
@@ -106,7 +112,7 @@ class Verification:
         within_interval: whether step and allocated memory lie in the predicted intervals; None when not measured.
         interval_source: what the intervals rest on.
         comparisons: step, memory, and the components of the step.
-        details: what the program reported.
+        details: what the program reported; "alone" are the ranks that ran by themselves.
     """
 
     n_processes: int
@@ -126,6 +132,7 @@ def verify_folder(
     *,
     n_steps: int,
     device: str,
+    is_alone: bool = False,
     start: Start = start_process,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verification:
@@ -133,17 +140,23 @@ def verify_folder(
 
     On CPU the program runs in float64 (see `_parity_dtype`) beside one plain process and must agree with it, processes
     of all hosts on this one. On CUDA it is timed for at least two steps, after `N_BEFORE_REPLAYS` more where it has a
-    CUDA graph, and then profiled for two more.
+    CUDA graph, and then profiled for two more. With `is_alone` one GPU shows the memory of one rank after another.
 
     Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
-        when it does not run on this device.
+        when it does not run on this device, UsageError for ranks alone on a CPU, where there is no such memory.
     """
     answer = read_answer(folder)
     if not folder.is_dir():
         expected, fix = "a folder that plan --out wrote", "name the folder that the plan is in"
         raise InputError.of(str(folder), found="a plan alone", expected=expected, fix=fix)
+    if is_alone and device != "cuda":
+        raise UsageError("--alone shows the memory of a GPU\n  fix: add --device cuda, on such a GPU")
     n_before = N_BEFORE_REPLAYS if device == "cuda" and answer.best.plan.mesh.cuda_graph else 0
     n_processes, n_hosts = answer.best.plan.mesh.n_devices, launch_size(answer)["n_hosts"]
+    if is_alone:
+        _check_device_count(1, folder)
+        details = run_alone(folder, answer.best.plan.mesh, n_steps=n_before + n_steps, start=start, progress=progress)
+        return _compare(answer, details, n_steps=n_steps, n_before=n_before)
     if device == "cuda":
         if n_hosts > 1:
             raise InputError(
@@ -274,8 +287,7 @@ def _sum(*sizes: int | None) -> int | None:
 
 def _per_pipeline_rank(sizes: Sequence[int | None] | None, mesh: Mesh) -> list[int | None]:
     """The largest of the ranks of each pipeline rank, or share of the batch; ranks are numbered as `Mesh` says."""
-    ends = list(accumulate(share.dp * mesh.tp for share in mesh.all_shares * mesh.pp))
-    parts = [(sizes or ())[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    parts = [(sizes or ())[start:end] for start, end in pairwise(mesh.pipeline_rank_bounds)]
     return [max((size for size in part if size is not None), default=None) for part in parts]
 
 
@@ -303,6 +315,10 @@ def _components(estimate: Estimate, profiles: Sequence[Mapping[str, Any]]) -> It
 def verification_text(found: Verification) -> str:
     """What the run showed, as text."""
     rows = [("processes", str(found.n_processes)), ("steps", str(found.n_steps))]
+    alone = found.details.get("alone")
+    if alone is not None:
+        ranks = ", ".join(map(str, alone))
+        rows[0] = "ranks, one after another", f"{ranks} of {found.n_processes}"
     if found.parity is not None:
         rows.append(("loss, gradients, parameters equal one process with these micro-batches", "yes"))
     measured = [item for item in found.comparisons if item.measured is not None]
@@ -318,7 +334,7 @@ def verification_text(found: Verification) -> str:
     if found.parity is not None and found.n_processes == 1:
         tables.append("The plan uses one device, so one process was compared with one: plan --fix dp=2 spreads it.")
     if found.measured_step_s is None:
-        tables.append(_not_measured(found))
+        tables.append(ALONE_NOTE if alone and whole else _not_measured(found))
     return "\n\n".join(text if "\n" in text else textwrap.fill(text, WIDTH) for text in tables) + "\n"
 
 

@@ -4,6 +4,7 @@ It is copied as it stands into the folder of a program.
 
     config, mesh           the plan, who does what of it, the process groups between ranks
     process_group, endings    joining and leaving, and what has to be done before
+    alone                  one rank without the others, to see what it holds
     planned_devices        whether processes and devices are as planned
     seeds                  where every random number of a run begins
     float32_products       whether GPUs round the operands of float32 products

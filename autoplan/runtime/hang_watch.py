@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from .alone import is_alone
 from .endings import endings
 from .job_store import JobStore
 from .parallel import ParallelModel
@@ -59,7 +60,8 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
     Only under a launcher, in whose store the ranks have met; in one process nobody waits.
     Raises: torch's DistError when that store is gone: the rank that held it has ended.
     """
-    if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+    is_launched = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    if model.config.n_ranks > 1 and is_launched and not is_alone():
         board = JobStore("hang_watch", timeout_s=limit_s)
         stopped = threading.Event()
         main = threading.get_ident()

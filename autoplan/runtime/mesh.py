@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .alone import is_alone
 from .config import Config
 from .planned_devices import check_device_memory, check_world_size, free_bytes
 
@@ -99,7 +99,7 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
 def _p2p_groups(config: Config, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
     """See `RankMesh`; every rank must call it."""
     found: dict[tuple[int, int], ProcessGroup | None] = {}
-    is_few = config.receives_ahead and device.type == "cuda"
+    is_few = config.receives_ahead and device.type == "cuda" and not is_alone()
     for source, target in config.neighbours():
         if not config.receives_ahead and (target, source) in found:
             found[source, target] = found[target, source]
@@ -117,11 +117,10 @@ def few_send_blocks(device: torch.device) -> Any:
     return options
 
 
-def _timeout(device: torch.device) -> timedelta:
-    """That of the group of all ranks; one that is made without any has its backend's default."""
+def _timeout(device: torch.device) -> Any:
+    """That of the group of all ranks; one that is made without any has its backend's default. A rank alone has none."""
     world: Any = dist.group.WORLD
-    found: timedelta = world._get_backend(device).options._timeout
-    return found
+    return None if is_alone() else world._get_backend(device).options._timeout
 
 
 def group_over_pipeline_ranks(

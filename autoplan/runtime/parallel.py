@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .alone import host_backend, is_alone
 from .building.construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .building.weights import Shard, join_shards
 from .config import Config
@@ -346,7 +347,7 @@ class ParallelModel(nn.Module):
 
     def _step_graph(self) -> StepGraph:
         parameters = [(entry.name, entry.parameter) for entry in self._parameters_of_rank]
-        group = dist.new_group(backend="gloo") if self.config.n_ranks > 1 else None
+        group = dist.new_group(backend=host_backend()) if self.config.n_ranks > 1 else None
         return StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device, group=group)
 
     # -------------------------------------------------------------- one step
@@ -432,7 +433,7 @@ class ParallelModel(nn.Module):
 
     def _checked(self, sums: torch.Tensor, own: torch.Tensor) -> AbstractContextManager[None]:
         """Around an update: without a loss scale, which deals with it, figures that are not finite end the run."""
-        if self.loss_scale is not None:
+        if self.loss_scale is not None or is_alone():
             return nullcontext()
         return finite_update(self.optimizer, sums, own, step=self.n_steps, mesh=self.mesh)
 
@@ -460,7 +461,7 @@ class ParallelModel(nn.Module):
         """Take the loss scale out of the gradients; whether they are finite. Without fp16 there is nothing to do."""
         if self.loss_scale is None:
             return True
-        if not torch.isfinite(self.grad_norm):
+        if not torch.isfinite(self.grad_norm) and not is_alone():
             self.loss_scale.back_off()
             return False
         scale_gradients(self._parameters_of_rank, torch.tensor(1.0 / self._scale, device=self.mesh.device))

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .alone import is_alone, join_alone
 from .config import Config
 from .endings import endings
 from .failure_watch import INTERRUPTED, WITH_AN_ERROR, FailureWatch
@@ -35,17 +36,23 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
+def start_process_group(
+    device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S, alone: int | None = None
+) -> None:
     """Join the process group for a plan, in a program of its own: on CPU its processes share the cores of the host.
 
+    `alone` is the rank to be without the others, see alone.py.
     Raises: WorldSizeError when the number of processes is not the plan's; DeviceCountError when GPUs are missing;
-        torch's DistError when the others, or the store of the job, are not met within `timeout_s`.
+        torch's DistError when the others, or the store of the job, are not met within `timeout_s`; OptionError where
+        there is no such rank.
     """
+    if alone is not None:
+        join_alone(alone, config=config)
     check_world_size(config)
     if device_type == "cpu":
         _use_local_threads()
     join_process_group(device_type, timeout_s=timeout_s)
-    if "WORLD_SIZE" in os.environ:  # alone no rank waits, and Python's own exit code stands
+    if "WORLD_SIZE" in os.environ and alone is None:  # alone no rank waits, and Python's own exit code stands
         atexit.register(_leave_if_not_stopped)
         if dist.get_world_size() > 1:
             watch = FailureWatch(dist.get_rank(), timeout_s=timeout_s)
@@ -125,7 +132,7 @@ def from_first_rank(
     Raises: what `make` raises, on rank 0; on the others the same `Refusal`, or `failure` with the message of any other
         error, so that none waits for ever.
     """
-    if dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1 or is_alone():
         return make()
     values: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -20,13 +20,15 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def loss_of(loss_fn: Callable[..., torch.Tensor] | None, outputs: Any, targets: Any) -> torch.Tensor:
-    """The loss of a model's outputs, computed in float32 or better.
+def loss_of(
+    loss_fn: Callable[..., torch.Tensor] | None, outputs: Any, targets: Any, *, widens: bool = True
+) -> torch.Tensor:
+    """The loss of a model's outputs, computed in float32 or better; unless it `widens`, `loss_fn` sees to that itself.
 
     Without a `loss_fn` the outputs are the loss, or hold it: as "loss", or as the first of their tensors.
     """
     if loss_fn is not None:
-        return loss_fn(map_tensors(_at_least_float32, outputs), targets)
+        return loss_fn(map_tensors(_at_least_float32, outputs) if widens else outputs, targets)
     if isinstance(outputs, torch.Tensor):
         return outputs
     named = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
@@ -41,9 +43,14 @@ def loss_function(model_file: Any, parallel_model: Any | None, mesh: RankMesh) -
     """(outputs, targets) -> loss, of the generated program if there is one."""
     generated = getattr(parallel_model, "loss_fn", None)
     if generated is not None:
-        return functools.partial(loss_of, functools.partial(_call_generated_loss, generated, mesh.tp_group))
+        return generated_loss(generated, mesh.tp_group)
     return functools.partial(loss_of, getattr(model_file, "loss_fn", None))
 
 
-def _call_generated_loss(loss_fn: Callable[..., torch.Tensor], tp: Any, outputs: Any, targets: Any) -> torch.Tensor:
-    return loss_fn(outputs, targets, tp)
+def generated_loss(loss_fn: Callable[..., torch.Tensor], tp: Any) -> Callable[[Any, Any], torch.Tensor]:
+    """(outputs, targets) -> loss, of the `loss_fn` of a generated program."""
+
+    def call(outputs: Any, targets: Any) -> torch.Tensor:
+        return loss_fn(outputs, targets, tp)
+
+    return functools.partial(loss_of, call, widens=not getattr(loss_fn, "takes_16_bits", False))

@@ -41,6 +41,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _batch_p2p
 
+from ..alone import is_alone, receive_zeros
 from ..config import Config
 from .stage_shell import CARRIER, FinishWeights, Loss, PrepareBackward, StageShell, as_floats, from_floats
 from .zero import hold_gradients, prefetch_parameters, wait_for_reductions
@@ -285,6 +286,10 @@ class _Stage(PipelineStage):
         return self._through_p2p_groups(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _through_p2p_groups(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+        if is_alone():
+            for op in ops:
+                if op.op is dist.irecv:
+                    receive_zeros(op.tensor)
         groups = ((op, (self._to if op.op is dist.isend else self._from)[op.peer]) for op in ops)
         return [dist.P2POp(op.op, op.tensor, op.peer, group, op.tag) for op, group in groups]
 

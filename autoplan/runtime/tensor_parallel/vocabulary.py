@@ -5,6 +5,7 @@ No rank ever holds all logits. `tp` is the process group; None stands for a grou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ def vocab_parallel_embedding(
     if padding_idx is not None:
         rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+
+
+def takes_16_bits(loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss that is given outputs as they are: all that reads them is `vocab_parallel_cross_entropy`."""
+    loss_fn.takes_16_bits = True  # type: ignore[attr-defined]
+    return loss_fn
 
 
 def vocab_parallel_cross_entropy(

@@ -18,7 +18,7 @@ from runtime.tensor_parallel.collectives import (
     reduce_scatter,
     shard,
 )
-from runtime.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
+from runtime.tensor_parallel.vocabulary import takes_16_bits, vocab_parallel_cross_entropy
 
 
 class Block(nn.Module):
@@ -131,6 +131,7 @@ class Stage1(nn.Module):
         return outputs
 
 
+@takes_16_bits
 def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
     """The loss of one micro-batch, the same on every tensor-parallel rank."""
     flatten = outputs.flatten(0, 1)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from runtime.building.weights import Shard, Weights
 from runtime.stages.pipeline import Boundary
 from runtime.tensor_parallel.collectives import all_gather, all_gather_reduce_grad, all_to_all, reduce_scatter, shard
-from runtime.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
+from runtime.tensor_parallel.vocabulary import takes_16_bits, vocab_parallel_cross_entropy
 
 
 class Block(nn.Module):
@@ -114,6 +114,7 @@ class Stage0(nn.Module):
         return outputs
 
 
+@takes_16_bits
 def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
     """The loss of one micro-batch, the same on every tensor-parallel rank."""
     flatten = outputs.flatten(0, 1)
