@@ -72,6 +72,17 @@ def test_why_not_is_the_best_plan_with_the_fix_and_no_faster(asked) -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_why_not_says_what_it_would_train_otherwise(asked) -> None:
+    problem, answer = asked
+    note = "- dropout draws other masks than one process"
+    before = replace(answer, notes=())
+    why = questions.why_not(problem, before, fix=(("tp", "2"), ("dp", "2")))
+    assert why.notes == why.instead.notes
+    text = why_not_report(replace(why, notes=(note.removeprefix("- "),)))
+    assert text.endswith(f"It also trains otherwise\n{note}\n")
+    assert "It also trains otherwise" not in why_not_report(replace(why, notes=()))
+
+
 def test_why_not_of_what_the_plan_has_says_so(asked) -> None:
     problem, answer = asked
     assert "The chosen plan has it." in why_not_report(questions.why_not(problem, answer, fix=(("dp", "4"),)))

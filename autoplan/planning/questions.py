@@ -79,7 +79,8 @@ def why_not(problem: Problem, answer: Answer, *, fix: Fix) -> WhyNot:
     """The best plan that has `fix`, in the place of what was fixed of the same names and beside the rest."""
     options = _options_with(problem.options, fix)
     chosen = _judged(problem, answer.best.plan)
-    return WhyNot(fix, chosen, decide(replace(problem, options=replace(options, top=0))))
+    instead = decide(replace(problem, options=replace(options, top=0)))
+    return WhyNot(fix, chosen, instead, tuple(note for note in instead.notes if note not in answer.notes))
 
 
 def sensitivity(

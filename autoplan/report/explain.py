@@ -56,7 +56,7 @@ def explain_report(answer: Answer) -> str:
     texts = dict(zip(answer.workload.segment_names, answer.workload.segment_texts, strict=False))
     lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops, texts), _beside_ops(answer)]
     lines += [memory_parts_table(answer.best.estimate, word=word), memory_table(answer.best.estimate, word=word)]
-    lines.append(notes_text(answer))
+    lines.append(notes_text(answer.notes))
     lines += [rejections_text(answer.result), _sources(answer)]
     return page(lines)
 
@@ -82,6 +82,7 @@ def why_not_report(why: WhyNot) -> str:
         verdict = _verdict(why.chosen, instead, is_unsure=is_unsure)
         lines += [f"{textwrap.fill(f'{verdict}:', WIDTH)}\n{describe_plan(instead.plan)}", status_text(why.instead)]
         lines += [_difference(why.chosen, instead, other_name="instead")]
+        lines += [notes_text(why.notes, title="It also trains otherwise")]
     return page(lines)
 
 

@@ -122,7 +122,7 @@ def _shapes(row: OpComparison) -> str:
 
 def _more(item: SegmentComparison, n_shown: int) -> str:
     n_more = len(item.ops) - n_shown
-    return f"({n_more} more)" if n_more else ""
+    return f"({n_more} more ops)" if n_more else ""
 
 
 def _ratio(measured_s: float, computed_s: float | None) -> str:

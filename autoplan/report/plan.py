@@ -87,7 +87,7 @@ def plan_report(answer: Answer) -> str:
     else:
         word = lanes_of(answer.best.plan).word
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate, word=word)]
-        parts += [memory_table(answer.best.estimate, word=word), stages_text(answer), notes_text(answer)]
+        parts += [memory_table(answer.best.estimate, word=word), stages_text(answer), notes_text(answer.notes)]
     return page(parts)
 
 
@@ -105,7 +105,7 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
             "",
             f"Estimate: {format_seconds(estimate.step_s)} a step, {rate_text(samples_per_s(answer.best))} samples/s, "
             f"{peak:.1f} GiB of {limit:.1f} GiB.",
-            *(["", notes_text(answer)] if answer.notes else []),
+            *(["", notes_text(answer.notes)] if answer.notes else []),
         ]
     )
 
@@ -229,12 +229,11 @@ def of_limit(limit_bytes: int) -> str:
     return f" of {limit_bytes / GiB:.1f} GiB"
 
 
-def notes_text(answer: Answer) -> str:
-    """What the plan changes in the meaning of the model; nothing when it changes nothing."""
-    if not answer.notes:
+def notes_text(notes: Sequence[str], *, title: str = "Not as in one process") -> str:
+    """What a plan changes in the meaning of the model; nothing when it changes nothing."""
+    if not notes:
         return ""
-    notes = [textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ") for note in answer.notes]
-    return "\n".join(["Not as in one process", *notes])
+    return "\n".join([title, *(textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ") for note in notes)])
 
 
 def describe_plan(plan: Plan) -> str:
