@@ -114,9 +114,9 @@ class Mesh:
         return self.shares or (BatchShare(self.dp, self.micro_batch_size, self.n_micro_batches),)
 
     @property
-    def pipeline_rank_bounds(self) -> list[int]:
+    def pipeline_rank_bounds(self) -> tuple[int, ...]:
         """Where the ranks of each pipeline rank, or share of the batch, begin; at last, how many there are."""
-        return [0, *accumulate(share.dp * self.tp for share in self.all_shares * self.pp)]
+        return (0, *accumulate(share.dp * self.tp for share in self.all_shares * self.pp))
 
     def of_share(self, index: int) -> Mesh:
         """The mesh with the data-parallel ranks of one share alone."""

@@ -59,7 +59,7 @@ class LocalCall:
     `memory_format` is the order of images in memory, as in `parallel_plan.Execution`; `attention` that of `Device`;
     `gradients` says which operands have one (all factors of a product, if it is empty), `scattered` of which the
     numbers of a row lie apart in memory, `own` which the segment makes itself (none, if these are empty), `is_compiled`
-    whether torch.compile has the op. `precision` is what it computes in, `plan_precision` what most others do.
+    whether torch.compile has the op. `precision` is what it computes in, `given_precision` what its operands are in.
     """
 
     op: Op
@@ -74,7 +74,7 @@ class LocalCall:
     scattered: tuple[bool, ...] = ()
     own: tuple[bool, ...] = ()
     is_compiled: bool = False
-    plan_precision: str = "fp32"
+    given_precision: str = "fp32"
 
     @property
     def is_tf32_of_hopper(self) -> bool:

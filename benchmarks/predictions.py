@@ -248,16 +248,17 @@ def widened_losses() -> Iterator[None]:
     from autoplan.cost_models.loss import RULES
 
     name = "aten.cross_entropy_loss.default"
-    rule = RULES[name]
-
-    def kept_bytes(call) -> int:
-        return rule.extra_saved_bytes(replace(call, whole_operands=call.operands))
-
-    with ExitStack() as as_before:
-        as_before.enter_context(mock.patch.dict(RULES, {name: replace(rule, extra_saved_bytes=kept_bytes)}))
+    with ExitStack() as as_before:  # with a rule of its own, so that what is remembered under the other is not taken
+        as_before.enter_context(mock.patch.dict(RULES, {name: replace(RULES[name], extra_saved_bytes=kept_by_loss)}))
         for module in ("cost.local_segment", "codegen.loss"):
-            as_before.enter_context(mock.patch(f"autoplan.{module}.takes_16_bits", lambda *_: False))
+            as_before.enter_context(mock.patch(f"autoplan.{module}.is_narrow_loss", lambda *_: False))
         yield
+
+
+def kept_by_loss(call) -> int:
+    from autoplan.cost_models.loss import log_probabilities
+
+    return log_probabilities(call)
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class Run:
             if self.alone is None:
                 os.environ |= {key: str(value) for key, value in ranks.items()}
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
-            if RANKS_PER_GPU > 1:
+            if RANKS_PER_GPU > 1 and self.alone is None:
                 own = {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
                 os.environ |= own | {"CUDA_VISIBLE_DEVICES": str(self.devices[rank])}
             if self.limits_bytes:

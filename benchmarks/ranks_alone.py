@@ -19,11 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import program_runs
+from predictions import retries_per_step
 
 GIB = 2**30
 DEVICE_BYTES, CONTEXT_BYTES = 136 * GIB, 1 * GIB  # of one H200, and of a process beside its allocator
 OPTIONS = ("--steps", "6", "--repeat-batches", "2")
-N_WARM_UP = 4  # steps; a graph is captured in the third
 
 
 def run(folder: Path, results: Path, seconds: str = "inf") -> None:
@@ -76,7 +76,7 @@ def line(row: dict) -> str:
         why = "does not fit" if "OutOfMemoryError" in row["error"] else "failed"
         return f"{start}{predicted / GIB:11.2f}{why:>15}"
     measured, held = (row[f"peak_{name}_bytes_per_rank"][row["rank"]] for name in ("allocated", "reserved"))
-    short = statistics.mean(step["n_retries_for_memory"] for step in row["steps"][N_WARM_UP:])
+    short = retries_per_step(row)
     cells = f"{predicted / GIB:11.2f}{measured / GIB:10.2f}{predicted / measured - 1:+8.1%}"
     return f"{start}{cells}{given / GIB:9.2f}{held / GIB:8.2f}{held / measured:7.3f}{short:7.1f}"
 

@@ -67,16 +67,13 @@ def _points(op: Op, operands: Specs, batch_size: int) -> int:
     return 8 * operands[0].n_elements(batch_size)
 
 
-def _log_probabilities(call: LocalCall) -> int:
+def log_probabilities(call: LocalCall) -> int:
     """Cross-entropy keeps its log-softmax, as large as the logits.
 
-    Split over the classes it keeps the logits themselves, in the precision of the plan. What backward has beside them,
-    a tensor in float32 and the gradient in that precision, is as large as the gradient in float32 and the kept are.
+    One that takes logits in 16 bits keeps these themselves. What backward has beside them, a tensor in float32 and the
+    gradient in 16 bits, is as large as the gradient in float32 and the kept are.
     """
-    logits, whole = call.operands[0], call.whole_operands[0]
-    is_split = logits.shape[-1] != whole.shape[-1]
-    precision = call.plan_precision if is_split else call.precision
-    return logits.n_elements(call.batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[precision]]
+    return call.operands[0].n_elements(call.batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[call.given_precision]]
 
 
 def _of_elements(position: int) -> OpRule:
@@ -112,7 +109,7 @@ RULES = {
         n_backward_kernels=2,
         rate_fraction=1 / _FORWARD_PASSES,
         backward_rate_fraction=2 / _BACKWARD_PASSES,
-        extra_saved_bytes=_log_probabilities,
+        extra_saved_bytes=log_probabilities,
         strategies=_split_classes,
     ),
     "aten.nll_loss.default": OpRule(_classes, saves=(1,)),

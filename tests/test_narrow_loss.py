@@ -20,11 +20,12 @@ from autoplan.rules import load_rules
 from autoplan.runtime.input_pipeline.model_calls import generated_loss
 from autoplan.runtime.tensor_parallel.vocabulary import takes_16_bits, vocab_parallel_cross_entropy
 from autoplan.solver.solve import minimize
-from autoplan.tensor_parallel import narrow_loss
+from autoplan.tensor_parallel.narrow_loss import is_narrow_loss
 from autoplan.tensor_parallel.sharding import SegmentLayouts, read_sharding, shard_graph
 
 ROWS, CLASSES, BATCH = 16, 256, 4
 PLAIN = "F.cross_entropy(outputs.flatten(0, 1), targets.flatten())"
+MASKED = "F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction='none').sum()"
 MODEL = f"""
 import torch
 from torch import nn
@@ -61,6 +62,9 @@ def _split(tmp_path: Path, loss: str) -> tuple[OpGraph, SegmentLayouts]:
         (PLAIN, True),
         ("F.cross_entropy(outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten())", True),
         (f"{PLAIN} + 1e-4 * outputs.logsumexp(-1).square().mean()", False),
+        ("F.cross_entropy(outputs.transpose(1, 2), targets)", False),
+        (f"{MASKED} / (targets != 0).to(outputs.dtype).sum()", False),
+        (f"{MASKED} / (targets != 0).float().sum()", True),
         ("F.cross_entropy(2 * outputs.flatten(0, 1), targets.flatten())", False),
         ("F.mse_loss(outputs.softmax(-1), F.one_hot(targets, 256).float())", False),
     ],
@@ -68,10 +72,10 @@ def _split(tmp_path: Path, loss: str) -> tuple[OpGraph, SegmentLayouts]:
 def test_it_is_narrow_where_only_the_split_loss_reads_the_outputs(tmp_path: Path, loss: str, is_narrow: bool) -> None:
     graph, layouts = _split(tmp_path, loss)
     ops = graph.ops_of(graph.segments[-1])
-    assert narrow_loss.takes_16_bits(graph, ops, layouts.strategies, load_rules()) == is_narrow
+    assert is_narrow_loss(graph, ops, layouts.strategies, load_rules()) == is_narrow
     whole = work_contexts(graph, load_hardware_profile("h200_x4"), "bf16", load_rules())(1)
     unsplit = read_sharding(graph, graph.segments[-1], None, degree=1, rules=whole.rules, facts=whole.facts)
-    assert not narrow_loss.takes_16_bits(graph, ops, unsplit.strategies, load_rules())
+    assert not is_narrow_loss(graph, ops, unsplit.strategies, load_rules())
 
 
 @pytest.mark.parametrize(("precision", "item_bytes"), [("bf16", 2), ("fp16", 2), ("tf32", 4), ("fp32", 4), ("fp64", 8)])
@@ -83,6 +87,23 @@ def test_it_keeps_its_logits_and_is_given_no_others(tmp_path: Path, precision: s
     assert local.loss_outputs == ()
     loss = next(item for item in local.ops if item.op.target == "aten.cross_entropy_loss.default")
     assert inside_bytes(context, loss, BATCH) == BATCH * ROWS * CLASSES // 2 * item_bytes
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        f"{PLAIN} + 1e-4 * outputs.logsumexp(-1).square().mean()",
+        "F.cross_entropy(outputs.transpose(1, 2), targets, reduction='sum')",
+    ],
+)
+def test_others_keep_float32(tmp_path: Path, loss: str) -> None:
+    graph, layouts = _split(tmp_path, loss)
+    context = work_contexts(graph, load_hardware_profile("h200_x4"), "bf16", load_rules())(2)
+    local = local_segment(context, graph.segments[-1], layouts)
+    assert local.loss_outputs
+    found = next(item for item in local.ops if item.op.target == "aten.cross_entropy_loss.default")
+    assert inside_bytes(context, found, BATCH) == 4 * found.operands[0].n_elements(BATCH)
+    assert found.operands[0].n_elements(BATCH) < BATCH * ROWS * CLASSES  # split, over classes or rows
 
 
 def test_a_program_gives_it_outputs_as_they_are_and_others_in_float32() -> None:

@@ -8,7 +8,7 @@ from autoplan.codegen.lines import Line, Wish
 from autoplan.codegen.text import INDENT, indented, quoted
 from autoplan.codegen.writer import Writer
 from autoplan.graph import LOSS_PATH, Input
-from autoplan.tensor_parallel.narrow_loss import takes_16_bits
+from autoplan.tensor_parallel.narrow_loss import is_narrow_loss
 
 
 def loss_function(writer: Writer) -> str:
@@ -20,11 +20,11 @@ def loss_function(writer: Writer) -> str:
     kind = "tuple[torch.Tensor, ...]" if len(outputs) > 1 else "torch.Tensor"
     arguments = [f"outputs: {kind}", f"targets: {_targets_type(graph.inputs)}", "tp: ProcessGroup | None"]
     layouts = writer.layouts_of(last)
-    is_narrow = takes_16_bits(graph, ops, layouts.strategies, writer.context.rules)
+    is_narrow = is_narrow_loss(graph, ops, layouts.strategies, writer.context.rules)
     if is_narrow:
-        writer.context.imports.add(("vocabulary", takes_16_bits.__name__))
+        writer.context.imports.add(("vocabulary", "takes_16_bits"))
     opening = [
-        *([f"@{takes_16_bits.__name__}"] if is_narrow else []),
+        *(["@takes_16_bits"] if is_narrow else []),
         *bracket("def loss_fn(", arguments, ") -> torch.Tensor:", 0),
         f'{INDENT}"""The loss of one micro-batch, the same on every tensor-parallel rank."""',
     ]

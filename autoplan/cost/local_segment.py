@@ -18,7 +18,7 @@ from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, Argument, Op, OpGraph, PerSample, Ref, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
-from autoplan.tensor_parallel.narrow_loss import takes_16_bits
+from autoplan.tensor_parallel.narrow_loss import SPLIT_LOSS, is_narrow_loss
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
 PERMUTATIONS = ("aten.transpose.int", "aten.permute.default")
@@ -34,6 +34,7 @@ class LocalOp:
         operands, results: what a rank holds of each.
         temporaries: what is alive around it: its results, and gradients of operands with the batch in their shape.
         precision: what it computes in.
+        given_precision: what its operands are in.
         is_strided: it reads a tensor whose dims are permuted in memory.
         pieces: which of its operands are pieces of a larger tensor, whose rows lie apart, if it is not strided.
         gradients: which of its operands have one.
@@ -49,6 +50,7 @@ class LocalOp:
     results: Specs
     temporaries: Specs
     precision: str
+    given_precision: str
     has_gradient: bool
     gradients: tuple[bool, ...]
     scattered: tuple[bool, ...]
@@ -137,8 +139,11 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     common, made = handed.common[segment.kind], handed.inputs[segment.kind]
     n_repeated = n_repeated_ops(context, segment, layouts)
     own = frozenset(op.name for op in graph.ops_of(segment))
+    is_narrow = is_narrow_loss(graph, graph.ops_of(segment), layouts.strategies, context.rules)
     ops = tuple(
-        local_op(context, op, layouts.strategies[op.name], strided=strided, pieces=pieces, own=own)
+        local_op(
+            context, op, layouts.strategies[op.name], strided=strided, pieces=pieces, own=own, has_narrow_loss=is_narrow
+        )
         for op in graph.ops_of(segment)
     )
     return LocalSegment(
@@ -177,9 +182,10 @@ def local_op(
     strided: Collection[str] = (),
     pieces: Collection[str] = (),
     own: Collection[str] = (),
+    has_narrow_loss: bool = False,
 ) -> LocalOp:
     """One op in one strategy; `strided` and `pieces` are the values of `strided_values` and of `piece_values`, `own`
-    those that the segment makes.
+    those that the segment makes; `has_narrow_loss`: see `is_narrow_loss`.
     """
     facts, names, rule = context.facts, operand_names(op), context.rules.get(op.target)
     keeps_more = rule is not None and rule.extra_saved_bytes is not None
@@ -203,6 +209,9 @@ def local_op(
         results=results,
         temporaries=() if is_idle or (rule is not None and rule.is_view) else (*results, *of_gradients),
         precision=context.precision_of(op),
+        given_precision=context.precision
+        if has_narrow_loss and strategy.function == SPLIT_LOSS
+        else context.precision_of(op),
         has_gradient=op.name in facts.gradients,
         gradients=tuple(name in facts.gradients for name in names),
         scattered=tuple(name in context.scattered for name in names) if context.scattered else (),
@@ -352,7 +361,7 @@ def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayout
     ops = context.graph.ops_of(segment)
     if not ops or ops[-1].module_path != LOSS_PATH or context.precision_of(ops[-1]) == context.precision:
         return ()
-    if takes_16_bits(context.graph, ops, layouts.strategies, context.rules):
+    if is_narrow_loss(context.graph, ops, layouts.strategies, context.rules):
         return ()
     return tuple(
         local_spec(context.facts.specs[name], layouts.produced.get(name, R), context.degree)

@@ -272,7 +272,7 @@ def _call(context: WorkContext, local: LocalOp, batch_size: int) -> LocalCall:
         local.scattered,
         local.own,
         context.is_compiled,
-        context.precision,
+        local.given_precision,
     )
 
 

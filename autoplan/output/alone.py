@@ -14,21 +14,24 @@ from autoplan.parallel_plan import Mesh
 from autoplan.processes import Start
 
 MEASURED = ("peak_allocated_bytes_per_rank", "peak_reserved_bytes_per_rank")
-N_BATCHES = 2  # different ones, drawn before the first step
+N_BATCHES = 4  # different ones, drawn before the first step
 
 
 def run_alone(
-    folder: Path, mesh: Mesh, *, n_steps: int, start: Start, progress: Callable[[str], None]
+    folder: Path, mesh: Mesh, *, device: str, n_steps: int, start: Start, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """What the first rank of each pipeline rank, or share of the batch, measured of its memory, as a report of all.
 
-    Ranks that did not run have None. `progress` is told of each rank that starts.
+    Ranks that did not run have None: on another device than the planned one all but the first. `progress` is told of
+    each rank that starts.
     Raises: MeasureError when one does not run on this device.
     """
-    reports = {}
+    reports: dict[int, dict[str, Any]] = {}
     for rank in mesh.pipeline_rank_bounds[:-1]:
         progress(f"running rank {rank} of {mesh.n_devices} of {folder} alone, for {n_steps} steps")
         reports[rank] = _report(folder, rank, n_steps=n_steps, start=start)
+        if reports[rank]["device"] != device:
+            break
     found: dict[str, Any] = {name: reports[0][name] for name in ("device", "torch_version")} | {"alone": list(reports)}
     for name in MEASURED:
         of_rank = {rank: report[name][rank] for rank, report in reports.items()}

@@ -29,7 +29,7 @@ from typing import Any
 from autoplan.answers.answer import Answer, allocated_interval_bytes, interval_source, step_interval_s
 from autoplan.answers.intervals import is_inside
 from autoplan.errors import InputError, MeasureError, ToleranceError, UsageError
-from autoplan.output.alone import run_alone
+from autoplan.output.alone import N_BATCHES, run_alone
 from autoplan.output.folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
 from autoplan.plain_text import WIDTH, text_table
@@ -64,7 +64,6 @@ except ChildFailedError as error:
         raise
     sys.exit(8)
 """
-N_BATCHES = 4  # different ones, drawn before the first step
 N_BEFORE_REPLAYS = 3  # steps of a program with a CUDA graph: two as they come, and the one that is captured
 COMPONENTS_NOTE = (
     "Kernels of recomputation cannot be told from others, nor a late transfer from a bubble. Compute slowed by "
@@ -150,12 +149,16 @@ def verify_folder(
         expected, fix = "a folder that plan --out wrote", "name the folder that the plan is in"
         raise InputError.of(str(folder), found="a plan alone", expected=expected, fix=fix)
     if is_alone and device != "cuda":
-        raise UsageError("--alone shows the memory of a GPU\n  fix: add --device cuda, on such a GPU")
+        raise UsageError(
+            f"--alone: found --device {device}; expected: cuda, whose memory it shows\n"
+            "  fix: add --device cuda, on one GPU of those planned for"
+        )
     n_before = N_BEFORE_REPLAYS if device == "cuda" and answer.best.plan.mesh.cuda_graph else 0
     n_processes, n_hosts = answer.best.plan.mesh.n_devices, launch_size(answer)["n_hosts"]
     if is_alone:
-        _check_device_count(1, folder)
-        details = run_alone(folder, answer.best.plan.mesh, n_steps=n_before + n_steps, start=start, progress=progress)
+        _check_device_count(1, folder, "for one rank at a time")
+        mesh, planned, n_alone = answer.best.plan.mesh, answer.workload.device, n_before + n_steps
+        details = run_alone(folder, mesh, device=planned, n_steps=n_alone, start=start, progress=progress)
         return _compare(answer, details, n_steps=n_steps, n_before=n_before)
     if device == "cuda":
         if n_hosts > 1:
@@ -164,7 +167,7 @@ def verify_folder(
                 "  fix: start launch/torchrun.sh on each host, plan for one host, or verify --device cpu"
             )
         n_steps = max(n_steps, 2)  # the first is warm-up
-        _check_device_count(n_processes, folder)
+        _check_device_count(n_processes, folder, "as planned")
     progress(f"running {folder} for {n_steps} steps on {device}")
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "result.json"
@@ -185,12 +188,12 @@ def verify_folder(
     return _compare(answer, details, n_steps=n_steps, n_before=n_before)
 
 
-def _check_device_count(expected: int, folder: Path) -> None:
+def _check_device_count(expected: int, folder: Path, why: str) -> None:
     from autoplan.runtime.planned_devices import n_gpus
 
     if (found := n_gpus()) < expected:
         raise MeasureError(
-            f"{folder}: found {found} GPUs on this machine\n  expected: {expected}, as planned\n"
+            f"{folder}: found {found} GPUs on this machine\n  expected: {expected}, {why}\n"
             "  fix: run it where they are; or verify --device cpu, which compares the program with one process"
         )
 

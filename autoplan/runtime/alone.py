@@ -1,8 +1,8 @@
 """One rank of a plan by itself, on one device: what it holds can be seen before there are others.
 
 Its groups are torch's fake ones, which wait for nobody: what others would have sent is a copy of its own, zeros, or
-what was there. So its losses say nothing. Which tensors there are, when, and how large, is as among others, and so is
-the memory of training; that of communicators is not there.
+what was there. So its losses and times say nothing. Which tensors there are, when, and how large, is as among others,
+and so is the memory of training; that of communicators is not there.
 """
 
 from __future__ import annotations
@@ -23,24 +23,37 @@ BACKEND = "fake"
 def join_alone(rank: int, *, config: Config) -> None:
     """Be this rank of the plan in a group whose others do not exist.
 
-    Raises: OptionError where the plan has no such rank, or where a launcher has started several processes.
+    Raises: OptionError where the plan has no such rank or has PowerSGD, which needs what others send, or where a
+        launcher has started several processes.
     """
     if rank >= config.n_ranks:
-        raise OptionError(f"--alone {rank}: expected: 0 to {config.n_ranks - 1}, the ranks of the plan")
+        raise OptionError(
+            f"--alone: found {rank}; expected: 0 to {config.n_ranks - 1}, the ranks of the plan\n"
+            "  fix: name one of them; ranks of a pipeline stage follow each other"
+        )
+    if config.grad_compression == "powersgd":
+        raise OptionError(
+            f"--alone {rank}: found a plan with PowerSGD, which computes with what others send; expected: another\n"
+            "  fix: plan with --fix grad_compression=none to see the memory of the rest"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OptionError(
             f"--alone {rank}: found {os.environ['WORLD_SIZE']} processes; expected: one\n"
             "  fix: start it with python, not with torchrun"
         )
-
     import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend known
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=config.n_ranks)  # type: ignore[attr-defined]
-    print(f"rank {rank} of {config.n_ranks} alone: nothing is sent, so losses say nothing", file=sys.stderr)
+    print(f"rank {rank} of {config.n_ranks} alone: nothing is sent, so losses and times say nothing", file=sys.stderr)
 
 
 def is_alone() -> bool:
     """Whether the other ranks of this one's groups do not exist."""
     return dist.is_initialized() and dist.get_backend() == BACKEND
+
+
+def speaks_for_all(rank: int) -> bool:
+    """Whether this rank says and writes what all could: the first one, or one that is alone."""
+    return rank == 0 or is_alone()
 
 
 def host_backend() -> str:

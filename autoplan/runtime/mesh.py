@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -111,13 +112,13 @@ def _p2p_groups(config: Config, device: torch.device) -> dict[tuple[int, int], P
 
 def few_send_blocks(device: torch.device) -> Any:
     """How NCCL is to talk between ranks that receive ahead. torch writes into it: one for each group."""
-    options = dist.ProcessGroupNCCL.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = SEND_BLOCKS
     options._timeout = _timeout(device)
     return options
 
 
-def _timeout(device: torch.device) -> Any:
+def _timeout(device: torch.device) -> timedelta | None:
     """That of the group of all ranks; one that is made without any has its backend's default. A rank alone has none."""
     world: Any = dist.group.WORLD
     return None if is_alone() else world._get_backend(device).options._timeout

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .alone import is_alone
+from .alone import speaks_for_all
 from .parity import Differences
 from .refusal import OptionError
 from .written_paths import writing
@@ -198,9 +198,9 @@ class MetricLog:
                 f"--tensorboard {tensorboard}: the package tensorboard is not installed\n"
                 "  fix: pip install tensorboard, or write --log-jsonl FILE"
             )
-        self._is_silent = rank != 0 and not is_alone()
-        self._jsonl = _Lines(jsonl) if jsonl is not None and rank == 0 else None
-        self._curves = _Curves(tensorboard) if tensorboard is not None and rank == 0 else None
+        self._is_silent = not speaks_for_all(rank)
+        self._jsonl = _Lines(jsonl) if jsonl is not None and not self._is_silent else None
+        self._curves = _Curves(tensorboard) if tensorboard is not None and not self._is_silent else None
         self._n_steps = n_steps
         self._first: tuple[int, float] | None = None  # the first step that was shown, and when
         self._is_terminal = sys.stdout.isatty()

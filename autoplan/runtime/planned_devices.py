@@ -80,7 +80,7 @@ def check_device_memory(planned_bytes: int, *, free_bytes: int) -> None:
     ]
     if lines:
         raise DeviceMemoryError(
-            "too little device memory for the plan\n" + "\n".join(lines) + "\n"
+            "too little device memory for the plan\n" + "\n".join(dict.fromkeys(lines)) + "\n"
             "  fix: end other programs on these devices, or plan again for devices of this size; to try nevertheless, "
             "remove device_bytes from PLAN in train.py"
         )

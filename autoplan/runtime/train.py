@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .alone import speaks_for_all
 from .dropout import without_dropout
 from .input_pipeline.batches import Batch, global_batch, local_batch
 from .input_pipeline.loading import TrainingData
@@ -47,22 +48,23 @@ def train_steps(
     trace: StepTrace | None = None,
 ) -> Iterator[StepRecord]:
     """Train until the run has taken `n_steps`, with those before a resume; yields what each step took."""
-    if 0 < n_steps <= model.n_steps and model.mesh.rank == 0:
+    if 0 < n_steps <= model.n_steps and speaks_for_all(model.mesh.rank):
         print(
             f"--steps: found {n_steps}, and {model.n_steps} are done, so nothing is left to do\n"
             f"  fix: --steps {model.n_steps + 1} or more, which counts all steps of the run, to go on",
             file=sys.stderr,
         )
-    if trace is not None and model.n_steps > trace.steps.start and model.mesh.rank == 0:
+    if trace is not None and model.n_steps > trace.steps.start and speaks_for_all(model.mesh.rank):
         left = "the others are traced" if model.n_steps < trace.steps.stop else "none is traced"
         print(
             f"--profile-steps: found {trace.steps.start}:{trace.steps.stop}, and {model.n_steps} are done, so {left}",
             file=sys.stderr,
         )
-    for line in planned.other_libraries() if model.mesh.rank == 0 else ():
+    for line in planned.other_libraries() if speaks_for_all(model.mesh.rank) else ():
         print(line, file=sys.stderr)
     _tell_of_compiling(model, n_steps=n_steps)
-    if model.mesh.device.type == "cpu" and model.config.precision in ("bf16", "fp16") and model.mesh.rank == 0:
+    is_slow = model.mesh.device.type == "cpu" and model.config.precision in ("bf16", "fp16")
+    if is_slow and speaks_for_all(model.mesh.rank):
         print(
             f"on a CPU, in {model.config.precision}, which most CPUs emulate slowly\n  fix: --dtype float32",
             file=sys.stderr,
@@ -103,7 +105,7 @@ def _free_memory_of_trials(device: torch.device) -> None:
 
 
 def _tell_of_compiling(model: ParallelModel, *, n_steps: int) -> None:
-    if model.n_steps < n_steps and model.config.compile and model.mesh.rank == 0:
+    if model.n_steps < n_steps and model.config.compile and speaks_for_all(model.mesh.rank):
         print("the first step compiles, and takes longest", file=sys.stderr)
 
 
@@ -114,7 +116,7 @@ def check_steps(
 
     Both go without dropout.
     """
-    if plain.has_dropout() and model.mesh.rank == 0:
+    if plain.has_dropout() and speaks_for_all(model.mesh.rank):
         print("compared without dropout, which draws other masks on each rank", file=sys.stderr)
     _tell_of_compiling(model, n_steps=n_steps)
     config, dp_rank = model.config, model.mesh.dp_rank
@@ -129,7 +131,7 @@ def check_steps(
         worst = largest_difference(model, plain, loss=differences.loss, tolerances=tolerances) if is_wrong else ""
         yield replace(record, differences=differences, is_wrong=is_wrong, differs_most_in=worst)
         if is_wrong:
-            if config.precision != "fp64" and model.mesh.rank == 0:
+            if config.precision != "fp64" and speaks_for_all(model.mesh.rank):
                 more_exact = "" if config.fails_in_float64 else f"\n{MORE_EXACT}"
                 print(ROUNDED_OTHERWISE.format(config.precision) + more_exact, file=sys.stderr)
             return

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autoplan.graph import LOSS_PATH, Op, OpGraph
+from autoplan.graph import COMPUTE, LOSS_PATH, Argument, Op, OpGraph, Symbol
 from autoplan.rules import OpRule, Strategy, operand_names
 
 SPLIT_LOSS = "vocab_parallel_cross_entropy"
 
 
-def takes_16_bits(
+def is_narrow_loss(
     graph: OpGraph, ops: Iterable[Op], strategies: Mapping[str, Strategy], rules: Mapping[str, OpRule]
 ) -> bool:
-    """Whether such a loss is all that reads the outputs of the model, or views of them; `ops` has those of the loss."""
+    """Whether such a loss is all that reads the outputs of the model, or views of them; `ops` has those of the loss.
+
+    Not where an op makes something in the dtype of the outputs, such as a mask: it would have 16 bits then, too.
+    """
     outputs, is_read = set(graph.model_outputs), False
-    for op in (op for op in ops if op.module_path == LOSS_PATH and outputs.intersection(operand_names(op))):
+    for op in (op for op in ops if op.module_path == LOSS_PATH):
         rule = rules.get(op.target)
+        if _names_their_dtype((op.args, op.kwargs)):
+            return False
+        if not outputs.intersection(operand_names(op)):
+            continue
         if strategies[op.name].function == SPLIT_LOSS:
             is_read = True
         elif rule is not None and rule.is_view:
@@ -27,3 +34,9 @@ def takes_16_bits(
         else:
             return False
     return is_read
+
+
+def _names_their_dtype(argument: Argument) -> bool:
+    if isinstance(argument, tuple):
+        return any(map(_names_their_dtype, argument))
+    return isinstance(argument, Symbol) and argument.text == f"dtype:{COMPUTE}"

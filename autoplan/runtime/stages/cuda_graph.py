@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ..alone import is_alone, speaks_for_all
 from ..endings import endings
 from ..input_pipeline.batches import flatten_tensors, map_tensors, with_paths
 from ..seeds import host_state
@@ -131,7 +132,7 @@ class StepGraph:
             self.release()
         elif found == OTHER_SHAPES and not self._has_said_shapes:
             self._has_said_shapes = True
-            if dist.get_rank() == 0:
+            if speaks_for_all(dist.get_rank()):
                 print(
                     "cuda_graph: batches of other shapes than that of the graph go without it, which takes longer than"
                     " planned, and need memory for their activations besides",
@@ -157,7 +158,7 @@ class StepGraph:
             of_ranks = [[] for _ in range(self._group.size())]
             dist.all_gather_object(of_ranks, why, group=self._group)
         first = next(rank for rank, found in enumerate(of_ranks) if found)
-        if first == dist.get_rank():
+        if first == dist.get_rank() or is_alone():
             said = list(dict.fromkeys(why))
             more = f"; and {len(said) - N_SAID} more" if len(said) > N_SAID else ""
             print(
