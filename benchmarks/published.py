@@ -13,7 +13,8 @@ is counted with the reason. The programs of the others are priced as they were:
 - Gradients were added up inside the products that made them, and reduced at once after the last backward pass.
 - What all ranks of tensor parallelism hold alike goes from stage to stage in parts, one by each of them, which are
   gathered there (arXiv:2104.04473, section 4.1).
-- The vocabulary is padded to a multiple of 128 on each tensor-parallel rank.
+- The vocabulary is padded to a multiple of 128 on each tensor-parallel rank, and logits are widened to float32 before a
+  loss that is split over it.
 
 The 1440 rows of one host are not independent: at one width, tensor-parallel degree and micro-batch they are linear in
 the numbers of blocks and micro-batches to 1 %, so they hold 32 times of blocks, and as many of embedding and loss.
@@ -34,6 +35,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+from predictions import widened_losses
 from published_rows import MODEL, Case, Program, Sizes, case_of, reason_against, rows
 
 from autoplan.answers.answer import step_interval_s
@@ -130,7 +132,7 @@ class Predictor:
         self._core_s = cache(self._find_core_s)
 
     def __call__(self, case: Case) -> Prediction:
-        with nothing_copied():
+        with nothing_copied(), widened_losses():
             table = self._sent_in_parts(case, self._table(case))
         stages = even_stages(table, recomputes=case.recompute != "none")
         with received_when_needed():
