@@ -77,10 +77,13 @@ def test_why_not_says_what_it_would_train_otherwise(asked) -> None:
     note = "- dropout draws other masks than one process"
     before = replace(answer, notes=())
     why = questions.why_not(problem, before, fix=(("tp", "2"), ("dp", "2")))
-    assert why.notes == why.instead.notes
-    text = why_not_report(replace(why, notes=(note.removeprefix("- "),)))
-    assert text.endswith(f"It also trains otherwise\n{note}\n")
-    assert "It also trains otherwise" not in why_not_report(replace(why, notes=()))
+    assert why.notes == why.instead.notes and why.left_out == ()
+    more = (note.removeprefix("- "),)
+    text = why_not_report(replace(why, notes=more, left_out=()))
+    assert text.endswith(f"It trains otherwise than the chosen plan\n{note}\n")
+    text = why_not_report(replace(why, notes=(), left_out=more))
+    assert text.endswith(f"Only the chosen plan is not as one process here\n{note}\n")
+    assert questions.why_not(problem, replace(answer, notes=more), fix=(("tp", "2"), ("dp", "2"))).left_out == more
 
 
 def test_why_not_of_what_the_plan_has_says_so(asked) -> None:

@@ -33,9 +33,11 @@ class WhyNot:
     Attributes:
         instead: the answer of a search for the best plan that has `fix`; perhaps without a plan.
         notes: what it changes in the meaning of the model and the chosen one does not.
+        left_out: what the chosen one changes and it does not.
     """
 
     fix: Fix
     chosen: Candidate
     instead: Answer
     notes: tuple[str, ...]
+    left_out: tuple[str, ...]

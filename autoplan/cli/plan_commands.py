@@ -149,7 +149,12 @@ def rule_command(
 
 @click.command("explain")
 @click.argument("path", metavar="DIR|PLAN.JSON", type=click.Path(path_type=Path))
-@click.option("--why-not", multiple=True, metavar="NAME=VALUE,...", help="Search for the best plan with this --fix.")
+@click.option(
+    "--why-not",
+    multiple=True,
+    metavar="NAME=VALUE,...",
+    help="Find the best plan with this --fix, beside the plan's own.",
+)
 @click.option("--sensitivity", "asks_sensitivity", is_flag=True, help="Search on slightly better clusters.")
 @page_options
 @output_option
@@ -171,6 +176,7 @@ def explain_command(
     from autoplan.output.folder import read_answer
     from autoplan.planning import questions
     from autoplan.report.explain import explain_report, sensitivity_report, why_not_report
+    from autoplan.report.plan import fix_text
 
     beside = PageFiles(**page_files)
     beside.check()
@@ -189,7 +195,7 @@ def explain_command(
             problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
             tell(f"searching with {', '.join(why_not)}")
-            with _named("--why-not"):
+            with _named("--why-not", beside=fix_text(problem.options.fix)):
                 why = questions.why_not(problem, answer, fix=fix)
             found["why_not"] = {"fix": dict(why.fix), "answer": answer_to_dict(why.instead)}
             texts.append(why_not_report(why))
@@ -211,12 +217,13 @@ def explain_command(
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--steps", "n_steps", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--alone", "is_alone", is_flag=True, help="With --device cuda: one rank of each stage, on one GPU.")
+@click.option("--alone", "is_alone", is_flag=True, help="With --device cuda: one rank of each stage on one GPU.")
 @output_option
 def verify_command(folder: Path, n_steps: int, device: str, is_alone: bool, output_format: str) -> None:
     """Run the program of DIR (this runs its code): parity with one process on CPU, the prediction on CUDA.
 
-    With --alone, one GPU of those planned for shows whether the memory of each stage is as predicted.
+    With --alone, the first rank of each pipeline stage runs by itself, one after another, on one GPU of those planned
+    for: is its memory as predicted? Exit code 8 if step or memory are not.
     """
     from autoplan.output.verify import outside_text, verification_text, verify_folder
 
@@ -227,12 +234,13 @@ def verify_command(folder: Path, n_steps: int, device: str, is_alone: bool, outp
 
 
 @contextmanager
-def _named(option: str) -> Iterator[None]:
-    """Errors about --fix have the name of the option that was typed."""
+def _named(option: str, *, beside: str = "") -> Iterator[None]:
+    """Errors about --fix have the name of the option that was typed, and say what was fixed `beside` it."""
     try:
         yield
     except UsageError as error:
-        raise UsageError(str(error).replace("--fix", option)) from error
+        stays = f"\n  the plan was made with --fix {beside}, which stays: name it anew to change it"
+        raise UsageError(str(error).replace("--fix", option) + (stays if beside else "")) from error
 
 
 def _read_options(*, fix: tuple[str, ...], **options: Any) -> Options:

@@ -63,7 +63,7 @@ def parse_arguments():
     parser.add_argument("--profile-steps", type=parse_steps, metavar="A:B", help="Trace steps A to B, B exclusive.")
     parser.add_argument("--profile-dir", type=named_path, metavar="DIR", help="Write each rank's trace here (profile).")
     parser.add_argument("--check", action="store_true", help="Compare with one process; exit 8 if it differs.")
-    parser.add_argument("--alone", type=whole_number(0), metavar="RANK", help="Be one rank, to see what it holds.")
+    parser.add_argument("--alone", type=whole_number(0), metavar="RANK", help="Run one rank by itself, for its memory.")
 {launch_option}    add_checkpoint_options(parser)
     arguments = parser.parse_args()
     check_options(parser, arguments, model_file)

@@ -164,7 +164,8 @@ def verify_folder(
         if n_hosts > 1:
             raise InputError(
                 f"{folder}: the plan runs on {n_hosts} hosts; verify starts one\n"
-                "  fix: start launch/torchrun.sh on each host, plan for one host, or verify --device cpu"
+                "  fix: start launch/torchrun.sh on each host, plan for one host, add --alone to see the memory of one "
+                "rank after another, or verify --device cpu"
             )
         n_steps = max(n_steps, 2)  # the first is warm-up
         _check_device_count(n_processes, folder, "as planned")
@@ -194,7 +195,8 @@ def _check_device_count(expected: int, folder: Path, why: str) -> None:
     if (found := n_gpus()) < expected:
         raise MeasureError(
             f"{folder}: found {found} GPUs on this machine\n  expected: {expected}, {why}\n"
-            "  fix: run it where they are; or verify --device cpu, which compares the program with one process"
+            "  fix: run it where they are; add --alone, for the memory of one rank after another on one GPU; or verify "
+            "--device cpu, which compares the program with one process"
         )
 
 

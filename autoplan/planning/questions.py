@@ -80,7 +80,8 @@ def why_not(problem: Problem, answer: Answer, *, fix: Fix) -> WhyNot:
     options = _options_with(problem.options, fix)
     chosen = _judged(problem, answer.best.plan)
     instead = decide(replace(problem, options=replace(options, top=0)))
-    return WhyNot(fix, chosen, instead, tuple(note for note in instead.notes if note not in answer.notes))
+    more = tuple(note for note in instead.notes if note not in answer.notes)
+    return WhyNot(fix, chosen, instead, more, tuple(note for note in answer.notes if note not in instead.notes))
 
 
 def sensitivity(

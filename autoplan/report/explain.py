@@ -82,7 +82,8 @@ def why_not_report(why: WhyNot) -> str:
         verdict = _verdict(why.chosen, instead, is_unsure=is_unsure)
         lines += [f"{textwrap.fill(f'{verdict}:', WIDTH)}\n{describe_plan(instead.plan)}", status_text(why.instead)]
         lines += [_difference(why.chosen, instead, other_name="instead")]
-        lines += [notes_text(why.notes, title="It also trains otherwise")]
+        lines += [notes_text(why.notes, title="It trains otherwise than the chosen plan")]
+        lines += [notes_text(why.left_out, title="Only the chosen plan is not as one process here")]
     return page(lines)
 
 

@@ -26,10 +26,11 @@ def join_alone(rank: int, *, config: Config) -> None:
     Raises: OptionError where the plan has no such rank or has PowerSGD, which needs what others send, or where a
         launcher has started several processes.
     """
+    n_of_stage = config.dp * config.tp
     if rank >= config.n_ranks:
         raise OptionError(
             f"--alone: found {rank}; expected: 0 to {config.n_ranks - 1}, the ranks of the plan\n"
-            "  fix: name one of them; ranks of a pipeline stage follow each other"
+            f"  fix: one of each pipeline stage is enough: {', '.join(map(str, range(0, config.n_ranks, n_of_stage)))}"
         )
     if config.grad_compression == "powersgd":
         raise OptionError(
@@ -52,7 +53,7 @@ def is_alone() -> bool:
 
 
 def speaks_for_all(rank: int) -> bool:
-    """Whether this rank says and writes what all could: the first one, or one that is alone."""
+    """Whether this rank says what all could: the first one, or one that is alone."""
     return rank == 0 or is_alone()
 
 

@@ -15,7 +15,7 @@ NEEDED = {
     "profile_dir": "profile_steps",
 }
 NOT_CHECKED = ("checkpoint_dir", "init_from", "export", "profile_steps")
-NOT_ALONE = ("check", *NOT_CHECKED, "eval_every")
+NOT_ALONE = ("check", *NOT_CHECKED, "eval_every", "log_jsonl", "tensorboard")
 
 
 class ProgramParser(ArgumentParser):
@@ -47,7 +47,7 @@ def check_options(parser: ArgumentParser, options: Namespace, model_file: Any) -
         parser.error(f"--check compares a run with one process from its start: leave out {_typed(given[0])}")
     given = [name for name in NOT_ALONE if getattr(options, name)] + ["resume"] * is_resumed
     if options.alone is not None and given:
-        parser.error(f"--alone runs one rank for what it holds, and learns nothing: leave out {_typed(given[0])}")
+        parser.error(f"--alone shows the memory of one rank, and no more: leave out {_typed(given[0])}")
     _check_reading(parser, options, model_file)
 
 

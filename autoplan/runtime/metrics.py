@@ -199,8 +199,8 @@ class MetricLog:
                 "  fix: pip install tensorboard, or write --log-jsonl FILE"
             )
         self._is_silent = not speaks_for_all(rank)
-        self._jsonl = _Lines(jsonl) if jsonl is not None and not self._is_silent else None
-        self._curves = _Curves(tensorboard) if tensorboard is not None and not self._is_silent else None
+        self._jsonl = _Lines(jsonl) if jsonl is not None and rank == 0 else None
+        self._curves = _Curves(tensorboard) if tensorboard is not None and rank == 0 else None
         self._n_steps = n_steps
         self._first: tuple[int, float] | None = None  # the first step that was shown, and when
         self._is_terminal = sys.stdout.isatty()

@@ -432,7 +432,9 @@ class ParallelModel(nn.Module):
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def _checked(self, sums: torch.Tensor, own: torch.Tensor) -> AbstractContextManager[None]:
-        """Around an update: without a loss scale, which deals with it, figures that are not finite end the run."""
+        """Around an update: figures that are not finite end the run, but where a loss scale deals with them, or where a
+        rank alone has whatever they are.
+        """
         if self.loss_scale is not None or is_alone():
             return nullcontext()
         return finite_update(self.optimizer, sums, own, step=self.n_steps, mesh=self.mesh)

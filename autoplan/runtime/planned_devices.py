@@ -48,7 +48,7 @@ def check_world_size(config: Config) -> None:
         raise WorldSizeError(
             f"planned: {config.n_ranks} processes (pp {config.pp} x dp {config.dp} x tp {config.tp}); found: "
             f"{found}\n  fix: start it with torchrun --nproc-per-node such that nodes x processes = "
-            f"{config.n_ranks}, or plan again for {devices}"
+            f"{config.n_ranks}, or plan again for {devices}; --alone RANK shows the memory of one of them"
         )
 
 
