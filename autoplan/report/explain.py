@@ -91,6 +91,8 @@ def _verdict(chosen: Candidate, instead: Candidate, *, is_unsure: bool) -> str:
     ratio = instead.estimate.step_s / chosen.estimate.step_s - 1.0
     if -GOOD_ENOUGH <= ratio < AS_FAST:
         return "The best plan found that has it is as fast"
+    if ratio >= 1.0:
+        return f"The best plan found that has it takes {1.0 + ratio:.1f} times as long"
     if ratio > 0:
         return f"The best plan found that has it is {ratio:.1%} slower"
     if is_unsure:
