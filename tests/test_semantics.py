@@ -618,7 +618,9 @@ def balanced(outputs, targets):
 
 @pytest.mark.parametrize("loss_fn", [masked_mean, root, balanced])
 def test_what_is_not_linear_in_sums_over_samples_is_told(loss_fn):
-    assert "Samples of a batch are put together" in only_note(graph_of(loss_fn=loss_fn))
+    note = only_note(graph_of(loss_fn=loss_fn))
+    assert "Samples of a batch are put together" in note
+    assert ("loss_average=global_batch keep it" in note) == (loss_fn is masked_mean)
     assert notes_of(graph_of(loss_fn=loss_fn), ONE_PROCESS) == ()
 
 

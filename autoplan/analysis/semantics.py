@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.analysis.across_samples import mixing_op, nonlinear_op, sum_op
+from autoplan.analysis.across_samples import mixing_op, nonlinear_op, operator_name, sum_op
 from autoplan.analysis.random_numbers import drop_probability, is_random
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
@@ -45,6 +45,8 @@ OWN_GRADIENTS_FIX = (
     "make it a torch.library.custom_op with register_autograd, or write the gradient as tensor operations"
     " (x + (y - x).detach() has the value of y and the gradient of x)"
 )
+
+COUNTED_MEAN = "F.cross_entropy(..., ignore_index=...) and --fix loss_average=global_batch keep it on any mesh"
 
 
 def notes(graph: OpGraph, plan: Plan) -> tuple[str, ...]:
@@ -138,10 +140,13 @@ def _mixed_samples(graph: OpGraph, plan: Plan) -> str:
     op = (mixing_op(graph) or nonlinear_op(graph)) if is_parted else None
     if op is None:
         return ""
+    is_mean = op.module_path == LOSS_PATH and operator_name(op) == "div"
+    as_mean = f" If it is a mean over targets that count: {COUNTED_MEAN}." if is_mean else ""
     return (
         f"Samples of a batch are put together, in {_place(op)}: each micro-batch does so with"
         f" its own {mesh.micro_batch_size} of the {mesh.global_batch_size} samples of a step, so this trains something"
         f" else than one process that takes all at once; --fix dp=1,micro_batch={mesh.global_batch_size} keeps it."
+        + as_mean
     )
 
 
