@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -140,6 +140,19 @@ class Op:
         _collect_refs(self.args, found)
         _collect_refs(tuple(value for _, value in self.kwargs), found)
         return tuple(found)
+
+
+def dtypes_said(op: Op) -> frozenset[str]:
+    """The dtypes that a call of the op names, as `TensorSpec` has them."""
+    return frozenset(_dtypes((op.args, op.kwargs)))
+
+
+def _dtypes(argument: Argument) -> Iterator[str]:
+    if isinstance(argument, tuple):
+        for item in argument:
+            yield from _dtypes(item)
+    elif isinstance(argument, Symbol) and argument.text.startswith("dtype:"):
+        yield argument.text.removeprefix("dtype:")
 
 
 def is_convolution(op: Op) -> bool:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from autoplan.analysis.mixed_operands import PRODUCTS
 from autoplan.codegen.value_names import operator_name
-from autoplan.graph import COMPUTE, Argument, GraphFacts, Op, OpGraph, Symbol, TensorSpec
+from autoplan.graph import COMPUTE, GraphFacts, Op, OpGraph, TensorSpec, dtypes_said
 from autoplan.rules import operand_names
 
 
@@ -39,15 +39,8 @@ def _promoted(graph: OpGraph) -> frozenset[str]:
     specs = GraphFacts.of(graph).specs
     found: set[str] = set()
     for op in graph.ops:
-        if op.outputs[0].dtype != "float32" or _names_dtype((op.args, op.kwargs)) or _rounded(op, specs, found):
+        if op.outputs[0].dtype != "float32" or dtypes_said(op) or _rounded(op, specs, found):
             continue
         if any(name in found or specs[name].dtype == COMPUTE for name in op.input_names()):
             found.add(op.name)
     return frozenset(found)
-
-
-def _names_dtype(argument: Argument) -> bool:
-    """Whether the call says the dtype of its result."""
-    if isinstance(argument, tuple):
-        return any(map(_names_dtype, argument))
-    return isinstance(argument, Symbol) and argument.text.startswith("dtype:")

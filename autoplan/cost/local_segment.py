@@ -151,7 +151,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         alike=alike_ops(ops),
         conversions=_conversions(context, segment, layouts),
         additions=_gradient_additions(context, segment, layouts),
-        loss_outputs=_loss_outputs(context, segment, layouts),
+        loss_outputs=() if is_narrow else _loss_outputs(context, segment, layouts),
         inputs=tuple(
             Input(local_spec(specs[name], layouts.produced[name], context.degree), common.get(name, 1), name in made)
             for name in segment.inputs
@@ -360,8 +360,6 @@ def _weight_elements(ops: Sequence[Op], weights: Sequence[tuple[str, int]]) -> t
 def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> Specs:
     ops = context.graph.ops_of(segment)
     if not ops or ops[-1].module_path != LOSS_PATH or context.precision_of(ops[-1]) == context.precision:
-        return ()
-    if is_narrow_loss(context.graph, ops, layouts.strategies, context.rules):
         return ()
     return tuple(
         local_spec(context.facts.specs[name], layouts.produced.get(name, R), context.degree)

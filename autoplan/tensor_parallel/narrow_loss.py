@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autoplan.graph import COMPUTE, LOSS_PATH, Argument, Op, OpGraph, Symbol
+from autoplan.graph import COMPUTE, LOSS_PATH, Op, OpGraph, dtypes_said
 from autoplan.rules import OpRule, Strategy, operand_names
 
 SPLIT_LOSS = "vocab_parallel_cross_entropy"
@@ -23,7 +23,7 @@ def is_narrow_loss(
     outputs, is_read = set(graph.model_outputs), False
     for op in (op for op in ops if op.module_path == LOSS_PATH):
         rule = rules.get(op.target)
-        if _names_their_dtype((op.args, op.kwargs)):
+        if COMPUTE in dtypes_said(op):
             return False
         if not outputs.intersection(operand_names(op)):
             continue
@@ -34,9 +34,3 @@ def is_narrow_loss(
         else:
             return False
     return is_read
-
-
-def _names_their_dtype(argument: Argument) -> bool:
-    if isinstance(argument, tuple):
-        return any(map(_names_their_dtype, argument))
-    return isinstance(argument, Symbol) and argument.text == f"dtype:{COMPUTE}"
