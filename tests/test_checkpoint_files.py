@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from autoplan.runtime import CheckpointError, Shard, take_shard
 from autoplan.runtime.checkpoints import state
@@ -289,6 +291,42 @@ def test_an_index_that_would_run_code_is_refused_and_nothing_runs(tmp_path, monk
     with pytest.raises(CheckpointError, match="OrderedDict, which no index holds"):
         IndexReader(path).tensors()
     assert not (tmp_path / "evil").exists()
+
+
+class Attribute:
+    """Is read as `getattr(kind, name)`."""
+
+    def __init__(self, kind, name):
+        self.read = getattr, (kind, name)
+
+    def __reduce__(self):
+        return self.read
+
+
+def test_an_index_of_an_early_python_3_11_is_read_and_attributes_of_other_things_are_not(tmp_path):
+    path = write(tmp_path, 1)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    before = IndexReader(path).tensors()
+    for entry in index.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            state = entry.properties.__getstate__()
+            formats = [Attribute(type(part), part.name) if isinstance(part, Enum) else part for part in state]
+            entry.properties = Early(tuple(formats))
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    assert b"getattr" in (path / ".metadata").read_bytes() and IndexReader(path).tensors() == before
+    (path / ".metadata").write_bytes(pickle.dumps(Attribute(torch.Size, "numel")))
+    with pytest.raises(CheckpointError, match="it names numel of <class 'torch.Size'>, which no index holds"):
+        IndexReader(path).tensors()
+
+
+class Early:
+    """Properties of a tensor, with this state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __reduce__(self):
+        return TensorProperties, (), self.state
 
 
 @pytest.mark.parametrize("body", [b"", b"\x80", b"no pickle at all"])

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,13 @@ def _check_index(index: Metadata) -> None:
             _ = math.prod(entry.size), entry.properties.dtype.itemsize, len(entry.chunks)
 
 
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enum, which Python 3.11.0 to 3.11.3 writes as an attribute of it."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"it names {name} of {kind}, which no index holds")
+    return kind[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch":
@@ -185,6 +193,8 @@ class _IndexUnpickler(pickle.Unpickler):
                 return value
         if name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds")
 
 
